@@ -1,0 +1,22 @@
+"""Learned KV-cache sparsification in JAX: DMS and KVzap, from training to serving.
+
+    import kvsparse_jax as kvs
+    lm = kvs.load("smollm2-135m")
+    lm.logits(input_ids)
+"""
+
+from kvsparse_jax.errors import InputError, RunError
+from kvsparse_jax.lm import LM, decision_logits, load
+from kvsparse_jax.policies import DMS, Dense, Policy, StreamingLLM
+
+__all__ = [
+    "DMS",
+    "LM",
+    "Dense",
+    "InputError",
+    "Policy",
+    "RunError",
+    "StreamingLLM",
+    "decision_logits",
+    "load",
+]

@@ -1,0 +1,192 @@
+"""The language model object that notebooks and commands hold: weights, policy and tokenizer behind a few methods."""
+
+import dataclasses
+import functools
+import os
+import pathlib
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+from jax.typing import ArrayLike, DTypeLike
+
+from kernels import delayed_attention
+from kernels.visibility import PADDING
+from kvsparse_jax import checkpoint, hub
+from kvsparse_jax.errors import InputError
+from kvsparse_jax.models import decoder
+from kvsparse_jax.models.config import ModelConfig, read_json
+from kvsparse_jax.policies import Dense, Policy
+from kvsparse_jax.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class LM:
+    """A decoder with its eviction policy.
+
+    Attributes:
+        config: shape of the model.
+        params: its parameters, see :class:`kvsparse_jax.models.decoder.Decoder`.
+        policy: decides what the KV cache keeps.
+        tokenizer: None if the directory has none.
+        hf_config: the config.json it was loaded from.
+        source: the directory it was loaded from, None for a model made in memory.
+        mesh: devices the parameters are placed on, None for the first device.
+    """
+
+    config: ModelConfig
+    params: decoder.Params
+    policy: Policy = dataclasses.field(default_factory=Dense)
+    tokenizer: Tokenizer | None = None
+    hf_config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    source: pathlib.Path | None = None
+    mesh: Mesh | None = None
+
+    def with_policy(self, policy: Policy) -> "LM":
+        """The same model (weights shared) under another policy."""
+        return dataclasses.replace(self, policy=policy)
+
+    def logits(self, input_ids: ArrayLike, attention_mask: ArrayLike | None = None) -> Array:
+        """Next-token logits of whole sequences, with the policy's hard rule applied.
+
+        Args:
+            input_ids: [B, T] integers.
+            attention_mask: [B, T], 0 at padding (left or right); padding is not attended to and does not count as a
+                position.
+
+        Returns:
+            [B, T, V] float32, undefined at padding.
+
+        Raises:
+            InputError: wrong shape, ids out of range or more tokens than the model's context.
+        """
+        ids, segments = self.check(input_ids, attention_mask)
+        return full_logits(self.params, self.config, self.policy, ids, segments)
+
+    def check(self, input_ids: ArrayLike, attention_mask: ArrayLike | None = None) -> tuple[Array, Array]:
+        """Validated input ids [B, T] int32 and segment ids [B, T] (0, PADDING at padding)."""
+        ids = np.asarray(input_ids)
+        if ids.ndim != 2 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
+            raise InputError(f"input_ids must be integers [B, T], not {ids.dtype} {list(ids.shape)}")
+        mask = np.ones(ids.shape, bool) if attention_mask is None else np.asarray(attention_mask).astype(bool)
+        if mask.shape != ids.shape:
+            raise InputError(f"attention_mask {list(mask.shape)} does not fit input_ids {list(ids.shape)}")
+        vocab = self.config.vocab_size
+        bad = ids[mask & ((ids < 0) | (ids >= vocab))]
+        if bad.size:
+            raise InputError(f"token id {bad[0]} is out of range (accepted: 0 to {vocab - 1})")
+        longest = int(mask.sum(1).max())
+        if longest > self.config.max_positions:
+            raise InputError(f"{longest} tokens are more than the model's context of {self.config.max_positions}")
+        # Padding may hold any id; a valid one keeps the gather in range.
+        ids = np.where(mask, ids, 0).astype(np.int32)
+        return jnp.asarray(ids), jnp.asarray(np.where(mask, 0, PADDING).astype(np.int32))
+
+    def save(self, directory: str | os.PathLike[str], like: pathlib.Path | None = None) -> pathlib.Path:
+        """Writes a Hugging Face directory that :func:`load` opens again; see :func:`kvsparse_jax.checkpoint.save`."""
+        target = pathlib.Path(directory)
+        checkpoint.save(
+            target, self.config, self.params, self.policy, hf_config=self.hf_config, source=self.source, like=like
+        )
+        return target
+
+
+def load(
+    name: str | os.PathLike[str],
+    *,
+    dtype: DTypeLike | None = None,
+    policy: Policy | None = None,
+    mesh: Mesh | None = None,
+) -> LM:
+    """Loads a model with its tokenizer and the policy it was trained with.
+
+    Args:
+        name: local Hugging Face directory (a retrofit's output is one), hub name, or "smollm2-135m".
+        dtype: of the weights on the device; None keeps the stored one.
+        policy: replaces the checkpoint's own.
+        mesh: see :func:`kvsparse_jax.models.sharding.make_mesh`; None is one device.
+
+    Raises:
+        InputError: what cannot be found or does not fit, in one line.
+    """
+    directory = hub.resolve(name)
+    config, params, trained = checkpoint.load(directory, dtype, mesh)
+    return LM(
+        config=config,
+        params=params,
+        policy=trained if policy is None else policy,
+        tokenizer=Tokenizer.load(directory),
+        hf_config=read_json(directory / "config.json"),
+        source=directory,
+        mesh=mesh,
+    )
+
+
+def positions_of(segment_ids: Array) -> Array:
+    """Positions [B, T] int32 of tokens in their segments of contiguous columns; 0 at padding."""
+    column = jnp.broadcast_to(jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None], segment_ids.shape)
+    starts = jnp.concatenate(
+        [jnp.ones_like(segment_ids[:, :1], bool), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1
+    )
+    first = jax.lax.cummax(jnp.where(starts, column, jnp.zeros_like(column)), axis=1)
+    return jnp.where(segment_ids > PADDING, column - first, jnp.zeros_like(column))
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def full_hidden(
+    params: decoder.Params, config: ModelConfig, policy: Policy, input_ids: Array, segment_ids: Array
+) -> tuple[Array, Array | None]:
+    """Final hidden states [B, T, E] under the hard rule, and the decision logits [L, B, H, T] (None: no decisions)."""
+
+    def attend(
+        state: None, layer: decoder.Layer, q: Array, k: Array, v: Array, gate: Array | None
+    ) -> tuple[Array, None, Array | None]:
+        out = delayed_attention(
+            q,
+            k,
+            v,
+            gate,
+            window=policy.window,
+            scale=config.scale,
+            shift=policy.shift,
+            segment_ids=segment_ids,
+            local_window=layer.local_window,
+            hard=True,
+        )
+        return out, state, gate
+
+    hidden, _, gates = decoder.forward(params, config, policy, input_ids, positions_of(segment_ids), attend)
+    return hidden, gates
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def full_logits(
+    params: decoder.Params, config: ModelConfig, policy: Policy, input_ids: Array, segment_ids: Array
+) -> Array:
+    """Logits [B, T, V] of whole sequences under the hard rule."""
+    return decoder.logits(params, full_hidden(params, config, policy, input_ids, segment_ids)[0])
+
+
+def decision_logits(lm: LM, input_ids: ArrayLike, attention_mask: ArrayLike | None = None) -> Array:
+    """The policy's decision logits in evaluation, as each token emits them (positive: evict the key it decides about).
+
+    Args:
+        lm: a model whose policy decides by logits (DMS).
+        input_ids: [B, T].
+        attention_mask: [B, T] or None.
+
+    Returns:
+        [L, B, H, T] float32, unshifted; undefined at padding.
+
+    Raises:
+        InputError: the policy has no decision logits.
+    """
+    ids, segments = lm.check(input_ids, attention_mask)
+    gates = full_hidden(lm.params, lm.config, lm.policy, ids, segments)[1]
+    if gates is None:
+        raise InputError(f"the policy {type(lm.policy).__name__} makes no decisions that have logits")
+    return gates

@@ -1,0 +1,1 @@
+"""One decoder for all families: configuration, rotary embedding, parameters, forward pass."""
