@@ -143,6 +143,17 @@ class DMS(Policy):
             z = jnp.broadcast_to(z[:, :1], z.shape)
         return jnp.asarray(self.scale, acc) * z - jnp.asarray(self.offset, acc)
 
+    def relax(self, logits: Array, noise: Array) -> Array:
+        """Training form of the decisions: ``(logits + noise) / tau`` [..., H, T]; their sigmoid is the relaxed decision.
+
+        Args:
+            logits: [..., H, T], see :meth:`gate`.
+            noise: same shape, a difference of two Gumbel variables; where KV head 0 decides for all, its noise counts.
+        """
+        if self.per == "layer":
+            noise = jnp.broadcast_to(noise[..., :1, :], noise.shape)
+        return (logits + noise.astype(logits.dtype)) * jnp.asarray(1.0 / self.tau, logits.dtype)
+
     def queries(self, q: Array, kv_heads: int) -> Array:
         """Removes the borrowed channel (or what ``fade`` has taken of it)."""
         if self.variant == "adapter":

@@ -1,0 +1,1 @@
+"""Training: DMS retrofit and, on the same parts, everything else that is learned."""
