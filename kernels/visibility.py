@@ -73,8 +73,8 @@ def decisions_by_key(emitted: Array, shift: int, fill: float | bool, segment_ids
     moved = jnp.concatenate([emitted[:, :, 1:], keep], axis=2)
     if segment_ids is None:
         return moved
-    same = segment_ids[:, 1:] == segment_ids[:, :-1]
-    same = jnp.concatenate([same, jnp.zeros_like(same[:, :1])], axis=1)
+    last = jnp.zeros((segment_ids.shape[0], 1), bool)
+    same = jnp.concatenate([segment_ids[:, 1:] == segment_ids[:, :-1], last], axis=1)
     return jnp.where(same[:, None, :], moved, jnp.full_like(moved, fill))
 
 

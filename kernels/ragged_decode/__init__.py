@@ -1,0 +1,1 @@
+"""Attention over a paged cache whose heads differ in length."""

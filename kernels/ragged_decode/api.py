@@ -1,0 +1,67 @@
+"""Entry point of attention over a paged cache: checks the arguments and chooses an implementation."""
+
+from jax import Array
+
+from kernels.ragged_decode import reference, xla
+from kernels.ragged_decode.partial import Partial
+
+IMPLEMENTATIONS = {"reference": reference.attention, "xla": xla.attention}
+
+
+def ragged_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    tables: Array,
+    lengths: Array,
+    *,
+    scale: float,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
+    expires: Array | None = None,
+    q_positions: Array | None = None,
+    implementation: str | None = None,
+) -> Partial:
+    """Grouped-query attention of T queries over the entries that each (sequence, KV head) holds in a pool of pages.
+
+    Slot ``s`` of a head lies in page ``tables[b, h, s // page]`` at ``s % page``; slots ``0 .. lengths[b, h] - 1`` are
+    in use, in any order. Nothing that other slots, pages and table entries hold (NaN, garbage) reaches the result.
+    The work is proportional to ``sum(lengths)``.
+
+    Args:
+        q: [B, Hq, T, D]; query head ``h`` reads KV head ``h // (Hq // H)``.
+        k: [P, D, page], keys after RoPE, channels first: the layout in which scores are a plain product.
+        v: [P, page, D].
+        tables: [B, H, width] int32, page numbers.
+        lengths: [B, H] int32.
+        scale: multiplies ``<q, k>``.
+        k_scale, v_scale: [P, page] float, factor of each token's key and value, for pools of int8, or of uint8, which
+            means the bits of float8_e4m3fn (XLA:CPU would widen a whole pool of that dtype to write to it).
+        expires: [P, page] int32, last query position that may see the entry; with ``q_positions`` [B, T] int32. Without
+            them every entry is visible to every query, as in one-token decoding, where expired entries are gone.
+        implementation: "xla" or "reference"; None takes the best for this device. A named one never falls back.
+
+    Returns:
+        :class:`Partial` of shapes [B, Hq, T, D], [B, Hq, T], [B, Hq, T] in float32 (float64 for float64 queries), to be
+        merged with other parts and normalised.
+
+    Raises:
+        ValueError: shapes or arguments that do not fit.
+        NotImplementedError: unknown implementation.
+    """
+    pages, dim, page = k.shape
+    if v.shape != (pages, page, dim) or q.ndim != 4 or q.shape[3] != dim:
+        raise ValueError(f"q [B, Hq, T, D], k [P, D, page], v [P, page, D] do not fit: {q.shape}, {k.shape}, {v.shape}")
+    if tables.ndim != 3 or lengths.shape != tables.shape[:2] or tables.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"tables [B, H, width], lengths [B, H] do not fit q {q.shape}: {tables.shape}, {lengths.shape}"
+        )
+    if q.shape[1] % tables.shape[1]:
+        raise ValueError(f"{q.shape[1]} query heads cannot be shared by {tables.shape[1]} KV heads")
+    if (k_scale is None) != (v_scale is None) or (expires is None) != (q_positions is None):
+        raise ValueError("k_scale and v_scale, expires and q_positions: each pair is given or left out together")
+    name = implementation or "xla"
+    if name not in IMPLEMENTATIONS:
+        known = sorted(IMPLEMENTATIONS)
+        raise NotImplementedError(f"no implementation {name!r} of ragged_attention; there are {known}")
+    return IMPLEMENTATIONS[name](q, k, v, k_scale, v_scale, tables, lengths, expires, q_positions, scale=scale)

@@ -1,0 +1,1 @@
+"""KV caches: paged per (layer, sequence, KV head) and compressed, and dense, behind one interface."""
