@@ -131,6 +131,9 @@ def cr_schedule(
     return 1.0 - 1.0 / cr, cr
 
 
+_Sums = tuple[Array, Array | None, Array | None]
+
+
 class _Kl(NamedTuple):
     direction: Direction
     chunk: int
@@ -205,7 +208,7 @@ def _sum_and_grads(
     acc = accumulator(student.dtype)
     length = student.shape[1]
 
-    def step(carry: tuple[Array, Array | None, Array | None], i: Array) -> tuple[tuple[Array, ...], None]:
+    def step(carry: _Sums, i: Array) -> tuple[_Sums, None]:
         total, d_student, d_head = carry
         at = i * jnp.int32(s.chunk)
         x, y, w = (lax.dynamic_slice_in_dim(a, at, s.chunk, 1) for a in (student, teacher, weights))

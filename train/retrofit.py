@@ -1,6 +1,11 @@
-"""DMS retrofit."""
-from typing import Any
+"""``python -m train.retrofit``: trains DMS eviction into a pretrained model. The loop is in ``train.trainer``."""
+
+import contextlib
 import dataclasses
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +13,13 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from kvsparse_jax.lm import LM
 from kernels.visibility import PADDING
+from kvsparse_jax import cli
 from kvsparse_jax.errors import InputError
+from kvsparse_jax.lm import LM
 from kvsparse_jax.models import weights
 from kvsparse_jax.policies import DMS
-from train import losses
+from train import config, losses
 from train.step import Batch, Objective, micro_loss, totals
 
 
@@ -35,8 +41,8 @@ def loss_and_grads(
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     """Loss and gradient of one released training step with given noise: what the trainer minimises, to check against.
 
-    The student is its own teacher (KL(student || teacher), per-row budget). The adapter variant trains its adapters, the
-    neuron variant all weights.
+    The student is its own teacher (KL(student || teacher), per-row budget). The adapter variant trains its adapters,
+    the neuron variant all weights.
 
     Args:
         lm: a model with a DMS policy.
@@ -76,3 +82,31 @@ def loss_and_grads(
     (value, sums), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(trainable)
     aux = {"loss": value, "closed_fraction": sums["closed"]} | {k: sums[k] for k in ("distillation", "budget")}
     return aux, weights.by_name(weights.table(lm.config, policy), grads, lm.config.layers)
+
+
+def _run(arguments: Namespace) -> None:
+    settings = config.from_arguments(vars(arguments))
+    cli.show_configuration(settings)
+    from train import trainer  # here, so that --help and mistakes answer at once
+
+    result = trainer.train(settings)
+    print(f"model: {result.model}")
+    for path in result.exports:
+        print(f"export: {path}")
+    print(f"checkpoints: {result.output / 'checkpoints'}")
+    print(f"metrics: {result.output / 'metrics.jsonl'}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    preset = config.preset_of(argv)
+    defaults: dict[str, Any] = {}
+    if preset is not None:
+        with contextlib.suppress(InputError):  # reported by the run itself, as any other bad input
+            defaults = config.load_preset(preset)
+    return cli.run(_run, argv, parser=config.parser(defaults), show=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -139,6 +139,7 @@ def hidden_states(
     remat: Remat,
 ) -> tuple[Array, Array | None]:
     """Final hidden states [B, T, E] and the decision logits [L, B, H, T] without noise (None: no decisions)."""
+
     def attend(
         state: None, layer: decoder.Layer, q: Array, k: Array, v: Array, gate: Array | None
     ) -> tuple[Array, None, Array | None]:
@@ -262,7 +263,9 @@ def micro_loss(
         taught, config, _teacher_policy(policy, objective), batch, noise=None, objective=objective, remat="none"
     )
     params = merge(model, transposes) if transposes else model
-    student, gates = hidden_states(params, config, policy, batch, noise=noise, objective=objective, remat=objective.remat)
+    student, gates = hidden_states(
+        params, config, policy, batch, noise=noise, objective=objective, remat=objective.remat
+    )
     head, head_t = _heads(model, student.dtype, objective.transposes)
     train_head = bool({"embed", "head"} & set(trainable.get("model", {})))
     kl = losses.distillation_sum(
@@ -312,7 +315,7 @@ class State(NamedTuple):
     step: Array
 
 
-Step = Callable[[State, Tree, Tree | None, DMS, Batch, Array], tuple[State, Metrics]]
+Step = Callable[..., tuple[State, Metrics]]
 
 
 def make_step(
@@ -320,24 +323,45 @@ def make_step(
     objective: Objective,
     optimizer: optax.GradientTransformation,
     schedule: losses.Schedule,
+    *,
+    start: int = 0,
+    shardings: Any = None,
 ) -> Step:
     """Builds the jitted step.
 
+    Args:
+        config: static.
+        objective: what is minimised.
+        optimizer: for the trainable leaves.
+        schedule: of the compression ratio.
+        start: optimiser step at which the schedule starts (after a fading stage).
+        shardings: of (state, metrics), each may be a prefix; None leaves them to the compiler.
+
     Returns:
-        ``step(state, frozen, teacher_params, policy, batch, key) -> (state, metrics)`` with ``batch`` leaves [A, B, T]:
-        A micro-batches whose losses and gradients add up to those of the one batch [A * B, T]. ``state`` is donated.
-        A step whose loss or gradient is not finite leaves the state as it was and says so in the metrics.
+        ``step(state, frozen, teacher_params, policy, batch, key, healthy=None) -> (state, metrics)`` with ``batch``
+        leaves [A, B, T]: A micro-batches whose losses and gradients add up to those of the one batch [A * B, T].
+        ``state`` is donated. A step whose loss or gradient is not finite leaves the state as it was and says so in the
+        metrics; so does every step with ``healthy`` (bool scalar) false, so that, with ``metrics.finite`` of the step
+        before, nothing happens between a failure and the moment the host reads of it.
     """
 
     def step(
-        state: State, frozen: Tree, teacher_params: Tree | None, policy: DMS, batch: Batch, key: Array
+        state: State,
+        frozen: Tree,
+        teacher_params: Tree | None,
+        policy: DMS,
+        batch: Batch,
+        key: Array,
+        healthy: Array | None = None,
     ) -> tuple[State, Metrics]:
-        target = jnp.asarray(losses.cr_schedule(state.step, *schedule)[0], jnp.float32)
+        target = jnp.asarray(losses.cr_schedule(state.step - jnp.int32(start), *schedule)[0], jnp.float32)
         total = totals(config, batch, objective)
         transposes = None
         if objective.transposes:
             dtype = objective.dtype or frozen["model"]["embed"].dtype
-            transposes = decoder.with_transposes(merge(frozen, state.trainable)["model"], dtype)
+            copies = decoder.with_transposes(merge(frozen, state.trainable)["model"], dtype)["layers"]
+            # Only the copies: whatever else came along would hide the leaves that are differentiated.
+            transposes = {"layers": {k: {"kernel_t": p["kernel_t"]} for k, p in copies.items() if isinstance(p, dict)}}
 
         def noise_of(micro: Batch) -> Array:
             return gumbel_noise(
@@ -388,10 +412,15 @@ def make_step(
         rest = jax.tree.map(lambda a: a[1:], batch)
         add = jax.tree_util.Partial(jax.tree.map, jnp.add)
         ((value, sums), grads), _ = lax.scan(lambda carry, micro: (add(carry, share(micro)), None), first, rest)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         finite = jnp.isfinite(value) & jnp.isfinite(norm)
-        updates, optimizer_state = optimizer.update(grads, state.optimizer, state.trainable)
-        updated = State(optax.apply_updates(state.trainable, updates), optimizer_state, state.step + 1)
+        if healthy is not None:
+            finite = finite & healthy
+        # optax counts in int32 and multiplies with float32 without saying so.
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            updates, optimizer_state = optimizer.update(grads, state.optimizer, state.trainable)
+            trainable = optax.apply_updates(state.trainable, updates)
+        updated = State(trainable, optimizer_state, state.step + 1)
         kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
         metrics = Metrics(
             loss=value,
@@ -405,5 +434,8 @@ def make_step(
         )
         return kept, metrics
 
-    return jax.jit(step, donate_argnums=0)
-
+    return (
+        jax.jit(step, donate_argnums=0)
+        if shardings is None
+        else jax.jit(step, donate_argnums=0, out_shardings=shardings)
+    )
