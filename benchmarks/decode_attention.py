@@ -193,7 +193,7 @@ def main() -> None:
             continue
         step = jax.jit(functools.partial(decode, module), donate_argnums=(0,))
         compiled = step.lower(state, q, k, v, flags).compile()
-        copies = pool_copies(compiled.as_text(), {"k": state.k, "v": state.v})
+        copies = pool_copies(compiled.as_text() or "", {"k": state.k, "v": state.v})
         figures[f"{name}_pool_copies"] = copies
         runs[name] = (lambda state, run=compiled, flags=flags: run(state, q, k, v, flags), state)
     del cache

@@ -4,13 +4,14 @@ Key ``k`` is visible to query ``q`` if and only if ::
 
     k <= q  and  (not evict[k] or q - k <= window)  and  q - k < local_window
 
-``window`` is the delay of the eviction (DMS, arXiv 2506.05345, section 3): a key flagged for eviction stays visible to
-the ``window`` queries after its own. ``local_window`` is the sliding window of the model itself (Mistral, Qwen2), if any.
-The rule has two equivalent forms:
+``window`` is the delay of the eviction (DMS, arXiv 2506.05345, section 3): a key flagged for eviction stays visible
+to the ``window`` queries after its own. ``local_window`` is the sliding window of the model itself (Mistral, Qwen2), if
+any. The rule has two equivalent forms:
 
-* per key, ``expires[k]``: the last query position that may see it (:func:`expires`, :func:`visible`), for hard decisions;
-* per key, ``bias[k] <= 0``: the log-weight of the key beyond its window (:func:`log_visibility`), 0 for a kept key, -inf
-  for an evicted one, and anything between while the decisions are being trained.
+* per key, ``expires[k]``: the last query position that may see it (:func:`expires`, :func:`visible`), for hard
+  decisions;
+* per key, ``bias[k] <= 0``: the log-weight of the key beyond its window (:func:`log_visibility`), 0 for a kept key,
+  -inf for an evicted one, and anything between while the decisions are being trained.
 
 A decision is emitted by token ``k + shift`` about key ``k``: shift 1 in NVIDIA's release, 0 in the paper's text.
 """
@@ -26,7 +27,7 @@ PADDING = -1
 """Segment id of a column that holds no token; any negative id counts as padding."""
 
 
-def expires(positions: Array, evict: Array, window: int, local_window: int | Array | None = None) -> Array:
+def expires(positions: Array, evict: Array, window: int | Array, local_window: int | Array | None = None) -> Array:
     """Last query position that may see each key.
 
     Args:
@@ -39,7 +40,7 @@ def expires(positions: Array, evict: Array, window: int, local_window: int | Arr
     Returns:
         [...] int32; NEVER where no query is too late.
     """
-    last = jnp.where(evict, positions + jnp.int32(window), jnp.int32(NEVER))
+    last = jnp.where(evict, positions + jnp.asarray(window, jnp.int32), jnp.int32(NEVER))
     if local_window is None:
         return last
     # positions + local_window would overflow for NEVER: compare what is left instead.

@@ -1,8 +1,8 @@
 """Learned KV-cache sparsification in JAX: DMS and KVzap, from training to serving.
 
-    import kvsparse_jax as kvs
-    lm = kvs.load("smollm2-135m")
-    lm.logits(input_ids)
+import kvsparse_jax as kvs
+lm = kvs.load("smollm2-135m")
+lm.logits(input_ids)
 """
 
 from kvsparse_jax.errors import InputError, RunError

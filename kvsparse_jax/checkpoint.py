@@ -63,7 +63,9 @@ class Tensors:
             files = sorted(set(listed.values()))
             missing = [name for name in files if not (directory / name).exists()]
             if missing:
-                raise InputError(f"{directory}: shard {missing[0]} named by {_INDEX} is missing ({len(missing)} in all)")
+                raise InputError(
+                    f"{directory}: shard {missing[0]} named by {_INDEX} is missing ({len(missing)} in all)"
+                )
         elif single.exists():
             listed, files = None, [single.name]
         else:
@@ -81,7 +83,9 @@ class Tensors:
                     self.file_of[tensor] = name
         lost = [tensor for tensor in listed or () if tensor not in self.file_of]
         if lost:
-            raise InputError(f"{directory}: {_INDEX} names {lost[0]} in {(listed or {})[lost[0]]}, which does not hold it")
+            raise InputError(
+                f"{directory}: {_INDEX} names {lost[0]} in {(listed or {})[lost[0]]}, which does not hold it"
+            )
 
     def __contains__(self, name: str) -> bool:
         return name in self.file_of
@@ -159,7 +163,9 @@ def _check_names(tensors: Tensors, table: list[weights.Weight], config: ModelCon
             raise InputError(f"{tensors.directory}: config.json ties the head to the embedding, but {_HEAD} differs")
         return
     if unused:
-        raise InputError(f"{tensors.directory}: tensor {unused[0]} has no place in the model ({len(unused)} unused in all)")
+        raise InputError(
+            f"{tensors.directory}: tensor {unused[0]} has no place in the model ({len(unused)} unused in all)"
+        )
 
 
 def load(
@@ -217,8 +223,8 @@ def save(
 ) -> None:
     """Writes a Hugging Face directory, whole or not at all.
 
-    Tensors that equal the source's are written with the source's own bytes; a weight file of the source in which nothing
-    changed is taken over as it is, and tensors that the source lacks (the trained adapters) get a file of their own.
+    Tensors that equal the source's are written with the source's own bytes; a weight file of the source in which
+    nothing changed is taken over as it is, and tensors that the source lacks (the trained adapters) get their own file.
 
     Args:
         directory: must not exist.

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import os
 import pathlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +17,12 @@ from jax.typing import ArrayLike, DTypeLike
 
 from kernels import delayed_attention
 from kernels.visibility import PADDING
-from kvsparse_jax import checkpoint, hub
+from kvsparse_jax import checkpoint, generation, hub
 from kvsparse_jax.errors import InputError
 from kvsparse_jax.models import decoder
 from kvsparse_jax.models.config import ModelConfig, read_json
 from kvsparse_jax.policies import Dense, Policy
+from kvsparse_jax.sampling import PerRow
 from kvsparse_jax.tokenizer import Tokenizer
 
 
@@ -86,6 +88,37 @@ class LM:
         ids = np.where(mask, ids, 0).astype(np.int32)
         return jnp.asarray(ids), jnp.asarray(np.where(mask, 0, PADDING).astype(np.int32))
 
+    def generate(
+        self,
+        prompts: Sequence[generation.Prompt],
+        max_new_tokens: int | Sequence[int] = 256,
+        temperature: PerRow = 0.6,
+        top_p: PerRow = 0.95,
+        top_k: int | Sequence[int] = 20,
+        seed: int | Sequence[int] = 0,
+        eos: bool = True,
+        prefill_chunk: int | None = None,
+        **options: Any,
+    ) -> generation.GenerateOutput:
+        """Continues prompts of any lengths on the compressed cache; see :func:`kvsparse_jax.generation.generate`."""
+        options |= dict(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, eos=eos)
+        return generation.generate(self, prompts, max_new_tokens, prefill_chunk=prefill_chunk, **options)
+
+    def session(self, batch: int = 1, **options: Any) -> generation.Session:
+        """Opens a session of many turns on the compressed cache; see :class:`kvsparse_jax.generation.Session`."""
+        return generation.Session(self, batch, **options)
+
+    def replay(
+        self,
+        input_ids: ArrayLike,
+        attention_mask: ArrayLike | None = None,
+        prefill: int | None = None,
+        prefill_chunk: int | None = None,
+        **options: Any,
+    ) -> generation.Replay:
+        """Feeds given tokens through the real cache; see :func:`kvsparse_jax.generation.replay`."""
+        return generation.replay(self, input_ids, attention_mask, prefill, prefill_chunk, **options)
+
     def save(self, directory: str | os.PathLike[str], like: pathlib.Path | None = None) -> pathlib.Path:
         """Writes a Hugging Face directory that :func:`load` opens again; see :func:`kvsparse_jax.checkpoint.save`."""
         target = pathlib.Path(directory)
@@ -114,6 +147,8 @@ def load(
         InputError: what cannot be found or does not fit, in one line.
     """
     directory = hub.resolve(name)
+    if not (directory / "config.json").exists() and (directory / "model" / "config.json").exists():
+        directory = directory / "model"  # the output directory of a retrofit
     config, params, trained = checkpoint.load(directory, dtype, mesh)
     return LM(
         config=config,

@@ -52,7 +52,9 @@ def config(directory: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "qwen2_bias", "qwen3_sharded", "mistral_sliding", "adapter", "borrowed"])
+@pytest.mark.parametrize(
+    "name", ["llama_tied", "qwen2_bias", "qwen3_sharded", "mistral_sliding", "adapter", "borrowed"]
+)
 def test_round_trip_is_byte_equal(copy: Callable[[str], Path], tmp_path: Path, name: str) -> None:
     source = copy(name)
     saved = kvs.load(source).save(tmp_path / "saved")
@@ -186,7 +188,9 @@ def test_missing_unused_and_misshapen_tensors(copy: Callable[[str], Path]) -> No
     save_file({**kept, name: kept[name].astype(np.int8)}, source / "model.safetensors")
     with pytest.raises(kvs.InputError, match="stored as I8"):
         kvs.load(source)
-    save_file({**kept, "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}, source / "model.safetensors")
+    save_file(
+        {**kept, "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}, source / "model.safetensors"
+    )
     kvs.load(source)
 
 
@@ -212,9 +216,7 @@ def test_missing_and_damaged_files(copy: Callable[[str], Path], tmp_path: Path) 
         kvs.load(source)
 
 
-def test_a_failed_save_leaves_nothing(
-    golden_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_save_leaves_nothing(golden_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvsparse_jax import checkpoint
 
     lm = kvs.load(golden_models / "llama_tied")

@@ -13,7 +13,16 @@ from kernels import delayed_attention
 from kernels.delayed_eviction import reference, xla
 from kernels.visibility import PADDING
 
-GOLDENS = ("big_W3_G2", "soft_W3_G1", "soft_W3_G2", "soft_W3_G3", "soft_W8_G1", "soft_W8_G2", "soft_W8_G3", "teacher_W3_G2")
+GOLDENS = (
+    "big_W3_G2",
+    "soft_W3_G1",
+    "soft_W3_G2",
+    "soft_W3_G3",
+    "soft_W8_G1",
+    "soft_W8_G2",
+    "soft_W8_G3",
+    "teacher_W3_G2",
+)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])

@@ -169,14 +169,20 @@ def _config(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(model_type="gpt2", architectures=["GPT2LMHeadModel"]), "'gpt2' .GPT2LMHeadModel. is not supported .supported: llama"),
+        (
+            dict(model_type="gpt2", architectures=["GPT2LMHeadModel"]),
+            "'gpt2' .GPT2LMHeadModel. is not supported .supported: llama",
+        ),
         (dict(rope_scaling={"rope_type": "wobbly", "factor": 2.0}), "unknown rope type 'wobbly'.*default, linear"),
         (dict(rope_scaling={"rope_type": "llama3", "factor": 2.0}), "needs 'low_freq_factor'"),
         (dict(hidden_act="tanh"), "activation 'tanh' is not supported"),
         (dict(hidden_size=...), "has no 'hidden_size'"),
         (dict(num_key_value_heads=3), "4 attention heads cannot share 3"),
         (dict(model_type="mistral", rope_theta=...), "no rope_theta"),
-        (dict(model_type="qwen3", use_sliding_window=True, sliding_window=4, layer_types=["full_attention"]), "1 layer_types for 4"),
+        (
+            dict(model_type="qwen3", use_sliding_window=True, sliding_window=4, layer_types=["full_attention"]),
+            "1 layer_types for 4",
+        ),
     ],
 )
 def test_bad_config(changes: dict[str, Any], message: str) -> None:

@@ -16,7 +16,7 @@ from kernels.visibility import PADDING
 from kvsparse_jax.lm import positions_of
 from kvsparse_jax.models import decoder
 from kvsparse_jax.models.sharding import make_mesh
-from train import data, lora, losses
+from train import data, losses
 from train import step as steps
 from train.retrofit import loss_and_grads
 from train.trainer import to_device
@@ -190,27 +190,9 @@ def test_packing_changes_nothing_with_the_global_budget(setup, whole):
     same((one[0]._replace(closed_fraction=other[0].closed_fraction), *one[1:]), other)
 
 
-@pytest.mark.parametrize("objective", [{"remat": "full"}, {"remat": "attention"}, {"transposes": True}])
+@pytest.mark.parametrize("objective", [{"remat": "full"}, {"remat": "attention"}])
 def test_how_it_is_computed_changes_nothing(setup, whole, objective):
     same(whole("row"), setup.run(batch_of(setup.lm.config), **objective))
-
-
-@pytest.mark.parametrize("train", ["lora", "all"])
-def test_transposed_copies_hide_no_gradient(load, train):
-    """The copies are made outside of what is differentiated; weights that are trained must come from inside."""
-    lm = load("adapter")
-    setup = Setup(lm)
-    if train == "lora":
-        update = lora.init(lm.params, jax.random.key(0), rank=2, alpha=2.0, targets=lora.TARGETS)
-        update = jax.tree.map(lambda a: a + 0.05, update)
-        setup.trainable, setup.teacher = {**setup.trainable, "model": update}, lm.params
-    else:
-        setup.trainable, setup.frozen = {**setup.trainable, "model": lm.params}, {}
-    batch = batch_of(lm.config, rows=2)
-    one, other = (setup.run(batch, transposes=flag) for flag in (False, True))
-    same(one, other, tolerance=1e-4)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(other[1]["model"]):
-        assert np.abs(leaf).max() > 0, jax.tree_util.keystr(path)
 
 
 def test_teacher_is_the_given_one(setup):
@@ -266,7 +248,7 @@ def test_compile_time_does_not_grow_with_depth(load):
         optimizer = optax.adamw(1e-3)
         trainable = {"policy": policy.params}
         state = steps.State(trainable, optimizer.init(trainable), jnp.int32(0))
-        objective = steps.Objective(dtype=jnp.float32, transposes=True)
+        objective = steps.Objective(dtype=jnp.float32)
         step: Any = steps.make_step(config, objective, optimizer, losses.Schedule(1.0, 4.0, 10))
         batch = jax.tree.map(jnp.asarray, batch_of(config, rows=2))
         ids = [a[None] for a in (batch.input_ids, batch.segment_ids, batch.example_ids)]

@@ -153,7 +153,6 @@ def distillation_sum(
     weights: Array,
     *,
     direction: Direction = "student_teacher",
-    head_t: Array | None = None,
     train_head: bool = False,
     chunk: int | None = None,
 ) -> Array:
@@ -169,7 +168,6 @@ def distillation_sum(
         teacher_head: [E, V]; no gradient (pass ``head`` when it is the same).
         weights: [B, T] float32, weight of each token in the sum.
         direction: see :func:`kl_divergence`.
-        head_t: [V, E], the head transposed in memory if there is such a copy.
         train_head: return a gradient for ``head``.
         chunk: tokens per row and chunk; None chooses by size.
 
@@ -183,15 +181,14 @@ def distillation_sum(
         student, teacher = (jnp.pad(x, [(0, 0), (0, pad), (0, 0)]) for x in (student, teacher))
         weights = jnp.pad(weights, [(0, 0), (0, pad)])
     setting = _Kl(direction, chunk, train_head)
-    head_t = head.T if head_t is None else head_t
-    return _distillation_sum(setting, student, teacher, head, teacher_head, head_t, weights)
+    return _distillation_sum(setting, student, teacher, head, teacher_head, weights)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _distillation_sum(
-    s: _Kl, student: Array, teacher: Array, head: Array, teacher_head: Array, head_t: Array, weights: Array
+    s: _Kl, student: Array, teacher: Array, head: Array, teacher_head: Array, weights: Array
 ) -> Array:
-    return _sum_and_grads(s, student, teacher, head, teacher_head, head_t, weights, grads=False)[0]
+    return _sum_and_grads(s, student, teacher, head, teacher_head, weights, grads=False)[0]
 
 
 def _sum_and_grads(
@@ -200,7 +197,6 @@ def _sum_and_grads(
     teacher: Array,
     head: Array,
     teacher_head: Array,
-    head_t: Array,
     weights: Array,
     *,
     grads: bool,
@@ -227,7 +223,7 @@ def _sum_and_grads(
         if grads:
             d_logits = (d_logits * w.astype(acc)[..., None]).astype(x.dtype)
             assert d_student is not None
-            dx = jnp.matmul(d_logits, head_t.astype(x.dtype), preferred_element_type=acc).astype(x.dtype)
+            dx = jnp.matmul(d_logits, head.T.astype(x.dtype), preferred_element_type=acc).astype(x.dtype)
             d_student = lax.dynamic_update_slice_in_dim(d_student, dx, at, 1)
             if d_head is not None:
                 d_head = d_head + jnp.einsum("bte,btv->ev", x, d_logits, preferred_element_type=acc)
@@ -243,18 +239,18 @@ def _sum_and_grads(
 
 
 def _distillation_fwd(
-    s: _Kl, student: Array, teacher: Array, head: Array, teacher_head: Array, head_t: Array, weights: Array
+    s: _Kl, student: Array, teacher: Array, head: Array, teacher_head: Array, weights: Array
 ) -> tuple[Array, tuple[Array | None, ...]]:
-    total, d_student, d_head = _sum_and_grads(s, student, teacher, head, teacher_head, head_t, weights, grads=True)
+    total, d_student, d_head = _sum_and_grads(s, student, teacher, head, teacher_head, weights, grads=True)
     return total, (d_student, None if d_head is None else d_head.astype(head.dtype))
 
 
 def _distillation_bwd(
     s: _Kl, residuals: tuple[Array, ...], cotangent: Array
-) -> tuple[Array, None, Array | None, None, None, None]:
+) -> tuple[Array, None, Array | None, None, None]:
     d_student, d_head = residuals
     d_student = d_student * cotangent.astype(d_student.dtype)
-    return d_student, None, None if d_head is None else d_head * cotangent.astype(d_head.dtype), None, None, None
+    return d_student, None, None if d_head is None else d_head * cotangent.astype(d_head.dtype), None, None
 
 
 _distillation_sum.defvjp(_distillation_fwd, _distillation_bwd)

@@ -1,6 +1,7 @@
 """One optimiser step of the DMS retrofit as a pure, jitted function: student, teacher, losses, accumulation, update."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -40,7 +41,6 @@ class Objective:
             lacks it too); "original": the untouched model.
         remat: what the backward pass recomputes: "none"; "attention": all of a layer but its attention; "full".
         dtype: compute dtype; None is that of the weights.
-        transposes: keep transposed kernels for the backward pass (pays on CPU).
     """
 
     eos_token_ids: tuple[int, ...] = ()
@@ -50,7 +50,6 @@ class Objective:
     teacher: Literal["self", "original"] = "self"
     remat: Remat = "none"
     dtype: Any = None
-    transposes: bool = False
 
 
 class Batch(NamedTuple):
@@ -214,15 +213,6 @@ def _teacher_policy(policy: DMS, objective: Objective) -> Policy:
     return Dense()
 
 
-def _heads(model: Tree, dtype: DTypeLike, transposes: bool) -> tuple[Array, Array | None]:
-    """Output projection [E, V] and, where it costs nothing or pays, its transposed copy [V, E]."""
-    if "head" in model:
-        head = model["head"].astype(dtype)
-        return head, decoder.transposed(lax.stop_gradient(head)) if transposes else None
-    embed = model["embed"].astype(dtype)
-    return decoder.transposed(embed) if transposes else embed.T, lax.stop_gradient(embed)
-
-
 def micro_loss(
     trainable: Tree,
     frozen: Tree,
@@ -234,7 +224,6 @@ def micro_loss(
     noise: Array,
     target: Array,
     total: Totals,
-    transposes: Tree | None = None,
 ) -> tuple[Array, dict[str, Array]]:
     """A micro-batch's share of the loss of the global batch; shares add up to the loss, and so do their gradients.
 
@@ -249,7 +238,6 @@ def micro_loss(
         noise: [L, B, H, T].
         target: wished evicted fraction.
         total: sums over the global batch.
-        transposes: parameters that carry the kernels transposed in memory; None computes without.
 
     Returns:
         The share, and sums over the micro-batch: distillation and budget (shares of the loss), closed (share of the
@@ -262,20 +250,17 @@ def micro_loss(
     teacher, _ = hidden_states(
         taught, config, _teacher_policy(policy, objective), batch, noise=None, objective=objective, remat="none"
     )
-    params = merge(model, transposes) if transposes else model
     student, gates = hidden_states(
-        params, config, policy, batch, noise=noise, objective=objective, remat=objective.remat
+        model, config, policy, batch, noise=noise, objective=objective, remat=objective.remat
     )
-    head, head_t = _heads(model, student.dtype, objective.transposes)
     train_head = bool({"embed", "head"} & set(trainable.get("model", {})))
     kl = losses.distillation_sum(
         student,
         teacher,
-        head,
-        _heads(taught, student.dtype, False)[0] if train_head else head,
+        decoder.head_kernel(model),
+        decoder.head_kernel(taught),
         counted(batch, objective).astype(jnp.float32) / jnp.maximum(total.tokens, jnp.float32(1.0)),
         direction=objective.direction,
-        head_t=head_t,
         train_head=train_head,
     )
     zero = jnp.zeros((), kl.dtype)
@@ -356,12 +341,6 @@ def make_step(
     ) -> tuple[State, Metrics]:
         target = jnp.asarray(losses.cr_schedule(state.step - jnp.int32(start), *schedule)[0], jnp.float32)
         total = totals(config, batch, objective)
-        transposes = None
-        if objective.transposes:
-            dtype = objective.dtype or frozen["model"]["embed"].dtype
-            copies = decoder.with_transposes(merge(frozen, state.trainable)["model"], dtype)["layers"]
-            # Only the copies: whatever else came along would hide the leaves that are differentiated.
-            transposes = {"layers": {k: {"kernel_t": p["kernel_t"]} for k, p in copies.items() if isinstance(p, dict)}}
 
         def noise_of(micro: Batch) -> Array:
             return gumbel_noise(
@@ -386,7 +365,6 @@ def make_step(
                 noise_of(micro),
                 target,
                 total,
-                transposes,
             )
 
         parts = batch.input_ids.shape[0]
@@ -408,10 +386,11 @@ def make_step(
         def share(micro: Batch) -> tuple[tuple[Array, dict[str, Array]], Tree]:
             return jax.value_and_grad(loss, has_aux=True)(state.trainable, micro, total)
 
-        first = share(jax.tree.map(lambda a: a[0], batch))
-        rest = jax.tree.map(lambda a: a[1:], batch)
-        add = jax.tree_util.Partial(jax.tree.map, jnp.add)
-        ((value, sums), grads), _ = lax.scan(lambda carry, micro: (add(carry, share(micro)), None), first, rest)
+        # Zeros of the first share's shape to start from, so that the body is compiled once.
+        shapes = jax.eval_shape(share, jax.tree.map(lambda a: a[0], batch))
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+        add = functools.partial(jax.tree.map, jnp.add)
+        ((value, sums), grads), _ = lax.scan(lambda carry, micro: (add(carry, share(micro)), None), zeros, batch)
         norm = optax.tree.norm(grads)
         finite = jnp.isfinite(value) & jnp.isfinite(norm)
         if healthy is not None:

@@ -368,7 +368,6 @@ class _Run:
             teacher=config.teacher,
             remat=config.remat,
             dtype=jnp.dtype(config.dtype),
-            transposes=jax.default_backend() == "cpu",
         )
         self.advance: Step = make_step(
             parts.lm.config,

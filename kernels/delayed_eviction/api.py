@@ -61,7 +61,9 @@ def delayed_attention(
         raise ValueError(f"gate_logits must be [B, H, T] = {expected}, not {gate_logits.shape}")
     name = implementation or "xla"
     if name not in IMPLEMENTATIONS:
-        raise NotImplementedError(f"no implementation {name!r} of delayed_attention; there are {sorted(IMPLEMENTATIONS)}")
+        raise NotImplementedError(
+            f"no implementation {name!r} of delayed_attention; there are {sorted(IMPLEMENTATIONS)}"
+        )
     bias = None if gate_logits is None else log_visibility(gate_logits, shift, segment_ids, hard=hard)
     local = None if local_window is None else jnp.asarray(local_window, jnp.int32)
     return IMPLEMENTATIONS[name](q, k, v, bias, segment_ids, local, window=window, scale=scale)

@@ -29,12 +29,12 @@ class Layer(NamedTuple):
     """What ``attend`` is told of the layer that calls it.
 
     Attributes:
-        index: int32 scalar.
+        number: int32 scalar, from 0.
         local_window: int32 scalar, the layer's sliding window (NEVER: full attention); None when no layer has one.
         extra: this layer's slice of what the caller passed to ``forward`` as ``per_layer``.
     """
 
-    index: Array
+    number: Array
     local_window: Array | None
     extra: Any
 
@@ -130,32 +130,13 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     return normed.astype(x.dtype) * weight.astype(x.dtype).reshape((1,) * (x.ndim - 1) + weight.shape)
 
 
-@jax.custom_vjp
-def _matmul(x: Array, kernel: Array, kernel_t: Array) -> Array:
-    return x @ kernel
-
-
-def _matmul_fwd(x: Array, kernel: Array, kernel_t: Array) -> tuple[Array, tuple[Array, Array, Array]]:
-    return x @ kernel, (x, kernel, kernel_t)
-
-
-def _matmul_bwd(residuals: tuple[Array, Array, Array], g: Array) -> tuple[Array, Array, Array]:
-    x, kernel, kernel_t = residuals
-    d_kernel = jnp.einsum("bti,bto->io", x, g, preferred_element_type=accumulator(x.dtype)).astype(kernel.dtype)
-    return g @ kernel_t, d_kernel, jnp.zeros_like(kernel_t)
-
-
-_matmul.defvjp(_matmul_fwd, _matmul_bwd)
-
-
 def dense(p: Params, x: Array) -> Array:
     """``x @ kernel (+ bias) (+ low-rank update)`` for x [B, T, in]; weights are cast to the dtype of x.
 
     A parameter dict may carry ``lora_a`` [in, r] and ``lora_b`` [r, out], whose product is added (any alpha / r is
-    folded into them), and ``kernel_t`` [out, in], see :func:`with_transposes`.
+    folded into them).
     """
-    kernel = p["kernel"].astype(x.dtype)
-    y = _matmul(x, kernel, p["kernel_t"].astype(x.dtype)) if "kernel_t" in p else x @ kernel
+    y = x @ p["kernel"].astype(x.dtype)
     if "bias" in p:
         y = y + p["bias"].astype(x.dtype)[None, None]
     if "lora_a" in p:
@@ -164,23 +145,8 @@ def dense(p: Params, x: Array) -> Array:
 
 
 def transposed(x: Array) -> Array:
-    """The last two axes swapped in memory, not only in shape (XLA would fold a plain transposition into the product)."""
+    """The last two axes swapped in memory, not only in shape (XLA folds a plain transposition into the product)."""
     return lax.optimization_barrier(x.swapaxes(-1, -2))
-
-
-def with_transposes(params: Params, dtype: DTypeLike) -> Params:
-    """Adds to every projection its kernel transposed in memory, in the compute dtype, for the backward pass.
-
-    On XLA:CPU a product that contracts the last axes of both operands, as the gradient of ``x @ kernel`` does, runs
-    several times slower than ``g @ kernel_t``. No gradient flows through the copies.
-    """
-
-    def add(p: Any) -> Any:
-        if not isinstance(p, dict):
-            return p
-        return {**p, "kernel_t": lax.stop_gradient(transposed(p["kernel"].astype(dtype)))}
-
-    return {**params, "layers": {name: add(p) for name, p in params["layers"].items()}}
 
 
 _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -214,7 +180,7 @@ def _block(
     gate = policy.gate(policy_params, LayerInput(x, normed, q, positions, config.kv_heads, config.rms_eps))
     q = policy.queries(rope.rotate(policy.queries(q, config.kv_heads), *angles), config.kv_heads)
     k = rope.rotate(k, *angles)
-    out, state, result = attend(state, layer, *(t.swapaxes(1, 2) for t in (q, k, v)), gate)
+    out, state, result = attend(state, layer, q.swapaxes(1, 2), k.swapaxes(1, 2), v.swapaxes(1, 2), gate)
     x = x + dense(p["o"], out.swapaxes(1, 2).reshape(batch, length, config.heads * config.head_dim))
     normed = rms_norm(x, p["mlp_norm"], config.rms_eps)
     hidden = _ACTIVATIONS[config.activation](dense(p["gate"], normed)) * dense(p["up"], normed)

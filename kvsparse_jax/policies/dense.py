@@ -1,7 +1,7 @@
 """The full cache: nothing is evicted."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 from jax import Array
@@ -14,9 +14,9 @@ from kvsparse_jax.policies.base import LayerInput, Policy
 class Dense(Policy):
     """Keeps every token."""
 
-    window: ClassVar[int] = 0
-    shift: ClassVar[int] = 0
-    params: ClassVar[Any] = None
+    window = 0
+    shift = 0
+    params = None
 
     def gate(self, params: Any, layer: LayerInput) -> Array | None:
         """None: there are no decisions."""

@@ -144,7 +144,7 @@ class DMS(Policy):
         return jnp.asarray(self.scale, acc) * z - jnp.asarray(self.offset, acc)
 
     def relax(self, logits: Array, noise: Array) -> Array:
-        """Training form of the decisions: ``(logits + noise) / tau`` [..., H, T]; their sigmoid is the relaxed decision.
+        """Training form of the decisions: ``(logits + noise) / tau`` [..., H, T]; its sigmoid is the relaxed decision.
 
         Args:
             logits: [..., H, T], see :meth:`gate`.

@@ -1,7 +1,7 @@
 """StreamingLLM (arXiv 2309.17453): attention sinks and a sliding window."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,8 @@ class StreamingLLM(Policy):
     budget: int
     sinks: int = 4
 
-    shift: ClassVar[int] = 0
-    params: ClassVar[Any] = None
+    shift = 0
+    params = None
 
     def __post_init__(self) -> None:
         if self.sinks < 0 or self.budget <= self.sinks:
