@@ -42,5 +42,5 @@ aot:  ## compile the GPU kernels for the real hardware; needs no GPU
 	fi
 
 clean:  ## remove the environment, caches and builds (not runs/ and demo/)
-	rm -rf $(VENV) .jax_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -5,17 +5,24 @@ lm = kvs.load("smollm2-135m")
 lm.logits(input_ids)
 """
 
+from kvsparse_jax.cache.report import CacheReport
 from kvsparse_jax.errors import InputError, RunError
+from kvsparse_jax.generation import GenerateOutput, Piece, Replay, Session
 from kvsparse_jax.lm import LM, decision_logits, load
 from kvsparse_jax.policies import DMS, Dense, Policy, StreamingLLM
 
 __all__ = [
     "DMS",
     "LM",
+    "CacheReport",
     "Dense",
+    "GenerateOutput",
     "InputError",
+    "Piece",
     "Policy",
+    "Replay",
     "RunError",
+    "Session",
     "StreamingLLM",
     "decision_logits",
     "load",

@@ -162,10 +162,8 @@ class _Store:
         self.lm, self.batch, self.options = lm, batch, options
         self.cache: Cache | None = None
         self.room = np.zeros(batch, np.int64)  # tokens that are sure to fit
-        config = lm.config
-        self.window = lm.policy.window if _decides(lm.policy, config, lm.params["embed"].dtype) else None
-        need = max([0 if self.window is None else self.window + 1, *(w for w in config.local_windows if w is not None)])
-        need = min(need, config.max_positions)
+        self.window = lm.policy.window if _decides(lm.policy, lm.config, lm.params["embed"].dtype) else None
+        need = 0 if self.window is None else min(self.window + 1, lm.config.max_positions)
         if options.capacity is not None and options.capacity < need:
             raise InputError(
                 f"capacity of {options.capacity} tokens per head is too small: the newest {need} are never evicted"

@@ -100,7 +100,10 @@ class LM:
         prefill_chunk: int | None = None,
         **options: Any,
     ) -> generation.GenerateOutput:
-        """Continues prompts of any lengths on the compressed cache; see :func:`kvsparse_jax.generation.generate`."""
+        """Continues prompts (raw text or token ids) of any lengths on the compressed cache.
+
+        See :func:`kvsparse_jax.generation.generate`, also for ``options``; ``chat=True`` uses the chat template.
+        """
         options |= dict(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, eos=eos)
         return generation.generate(self, prompts, max_new_tokens, prefill_chunk=prefill_chunk, **options)
 

@@ -3,10 +3,7 @@
 Everything here that is an environment variable also reaches the commands that tests start as subprocesses.
 """
 
-import hashlib
 import os
-import platform
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,33 +11,18 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def _compilation_cache() -> Path:
-    """A directory of compiled programs for this processor.
-
-    jax does not put the processor into the key of a cached CPU program, and one compiled for another processor may die
-    of an illegal instruction. So each set of processor features gets a directory of its own.
-    """
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        features = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
-    except OSError:
-        features = [platform.machine(), platform.processor()]
-    return ROOT / ".jax_cache" / hashlib.sha256("\n".join(features).encode()).hexdigest()[:12]
-
-
 # All of this has to be in place before jax is imported.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_compilation_cache()))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+# No persistent compilation cache: reading a CPU program back from it has crashed a test run (JAX 0.12.0.1).
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
 os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(ROOT / ".pytest_cache" / "hypothesis"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a hub
 os.environ.setdefault("MPLBACKEND", "agg")
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
-from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -70,18 +52,3 @@ def shared_golden() -> Path:
     if not path.is_dir():
         pytest.skip("needs the full golden set in ../shared/golden, which is not part of the repository")
     return path
-
-
-@pytest.fixture
-def fresh_compilations() -> Iterator[None]:
-    """Compiles for real: for tests that measure compile time.
-
-    Counting compilations needs no such thing: jax reports a program from the cache as a compilation too.
-    """
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    jax.clear_caches()
-    yield
-    jax.config.update("jax_enable_compilation_cache", before)
-    compilation_cache.reset_cache()

@@ -82,7 +82,7 @@ def test_json(command, want, model):
         (["--prompt", "x", "--chat", "--raw"], "not allowed with"),
         (["--prompt-file", "missing.txt"], "missing.txt: No such file"),
         (["--prompt", "x" * 2000], "more than the model's context of 256"),
-        (["--model", "no/such/model"], "no/such/model"),
+        (["--prompt", "x", "--model", "no/such/model"], "no/such/model"),
     ],
 )
 def test_bad_input(command, options, words):

@@ -1,0 +1,1 @@
+"""Serving: text generation from the command line."""
