@@ -5,10 +5,11 @@
     python -m benchmarks.decode --hf /path/to/a/python/with/torch/and/transformers
 
 The whole model decodes, greedily, in the on-device loop that generation uses. The caches are not filled by a prefill,
-which would take hours, but made in the state that one leaves: random keys and values, and lengths, page tables,
-``expires`` and ring exactly as the rule gives them for the decisions of :class:`Uneven`. The same policy decides during
-the timed steps, so tokens are appended and overwritten as often as with a real one, and every count can be foretold.
-Its pages lie in random order in a pool with room for just what the run needs. The last step ends at the row's context.
+which would take most of the time, but made in the state that one leaves: random keys and values, and lengths, page
+tables, ``expires`` and ring exactly as the rule gives them for the decisions of :class:`Uneven`. The same policy
+decides during the timed steps, so tokens are appended and overwritten as often as with a real one, and every count can
+be foretold. Pages lie in random order, in a pool with room for just what the run needs. A row's context is what has
+been seen after its last step.
 
 Questions, each answered by ratios within one run (dense and compressed bursts take turns; medians of their ratios):
 
@@ -645,7 +646,7 @@ def _parser() -> cli.Parser:
     parser.add_argument("--page", type=int, default=64, unit="tokens", help="slots per page")
     parser.add_argument("--kv-dtype", choices=tuple(QUANTISATIONS), help="8-bit pages (default: the model's dtype)")
     parser.add_argument("--steps", type=int, default=8, help="steps of a burst")
-    parser.add_argument("--repeats", type=int, default=5, help="timed bursts of each cache")
+    parser.add_argument("--repeats", type=int, default=7, help="timed bursts of each cache")
     parser.add_argument("--output", default="benchmarks/results", help="directory for decode.json and decode.png")
     return parser
 

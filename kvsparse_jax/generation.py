@@ -217,22 +217,21 @@ class _Store:
         return self.cache
 
     def _with_room(self, cache: Cache, least: np.ndarray, most: np.ndarray) -> tuple[Cache, np.ndarray]:
-        """A cache with room for ``most`` tokens, or where that would cost entries for ``least``, and which it was."""
+        """A cache with room for ``most`` tokens if it is there or may grow, else for ``least``; and which it was."""
         when_full = self.options.when_full
-        asked = most
-        if not _fits(cache, jnp.asarray(most, jnp.int32)):
-            asked = most if when_full == "grow" else least
-            if not _fits(cache, jnp.asarray(asked, jnp.int32)):
-                count = int(asked.max())
-                if when_full == "evict" and isinstance(cache, paged.PagedCache):
-                    # Not by ensure(), which would leave nothing behind if it failed: trim() donates the cache.
-                    cache = self.cache = capacity.trim(cache, jnp.int32(count + cache.page), jnp.int32(count))
-                    when_full = "error"
-                if isinstance(cache, paged.PagedCache):
-                    cache = capacity.ensure(cache, count, when_full)
-                else:
-                    cache = capacity.ensure(cache, count, when_full)
-        return cache, asked
+        if _fits(cache, jnp.asarray(most, jnp.int32)):
+            return cache, most
+        if self.options.capacity is not None and _fits(cache, jnp.asarray(least, jnp.int32)):
+            return cache, least
+        asked = most if when_full == "grow" else least
+        count = int(asked.max())
+        if isinstance(cache, dense.DenseCache):
+            return capacity.ensure(cache, count, when_full), asked
+        if when_full == "evict":
+            # Not by ensure(), which would leave nothing behind if it failed: trim() donates the cache.
+            cache = self.cache = capacity.trim(cache, jnp.int32(count + cache.page), jnp.int32(count))
+            when_full = "error"
+        return capacity.ensure(cache, count, when_full), asked
 
     def took(self, tokens: Sequence[int] | np.ndarray) -> None:
         """Counts tokens [B] that were stored."""
