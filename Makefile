@@ -24,8 +24,8 @@ demo: env  ## retrofit SmolLM2-135M, evaluate it, draw the plots (10 minutes on 
 demo-quick: env  ## the same in 2 minutes, with less training
 	$(CPU_ENV) $(RUN) -m train.demo --quick $(ARGS)
 
-test: env  ## run the tests; ARGS="-k name" is passed to pytest
-	$(RUN) -m pytest $(ARGS)
+test: env  ## run the tests in two processes; ARGS="-k name" is passed to pytest
+	$(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: env  ## ruff
 	$(RUN) -m ruff check .

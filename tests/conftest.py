@@ -3,7 +3,9 @@
 Everything here that is an environment variable also reaches the commands that tests start as subprocesses.
 """
 
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +17,6 @@ ROOT = Path(__file__).resolve().parent.parent
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
-# No persistent compilation cache: reading a CPU program back from it has crashed a test run (JAX 0.12.0.1).
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
 os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(ROOT / ".pytest_cache" / "hypothesis"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a hub
 os.environ.setdefault("MPLBACKEND", "agg")
@@ -52,3 +52,18 @@ def shared_golden() -> Path:
     if not path.is_dir():
         pytest.skip("needs the full golden set in ../shared/golden, which is not part of the repository")
     return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_programs() -> Iterator[None]:
+    """Forgets the compiled programs of each test file.
+
+    XLA:CPU maps several memory regions per program, a process may have 65,530 of them (Linux' vm.max_map_count), and
+    the compiler crashes when they run out, which happened after 340 tests in one process.
+    """
+    yield
+    jax.clear_caches()
+    gc.collect()
+    maps = Path("/proc/self/maps")
+    if maps.exists():
+        assert maps.read_text().count("\n") < 50_000, "too many compiled programs are alive: split this test file"

@@ -15,7 +15,6 @@ import pytest
 
 import kvsparse_jax as kvs
 from benchmarks import decode, decode_attention, train_step
-from kvsparse_jax.cache import report
 from kvsparse_jax.evaluate import Sequences
 
 FOLDER = Path(decode.__file__).parent
@@ -70,17 +69,18 @@ def command(path, body):
 
 
 def test_decode(golden_models, fake_hugging_face, tmp_path, capsys):
-    options = "--batches 2 --contexts 48 --equal 3x128 --prefill 60 --chunk 16 --hf-size 2x48".split()
+    options = "--batches 3 --contexts 128 --equal 3x128 --prefill 60 --chunk 16 --hf-size 3x128".split()
     model = ["--model", str(golden_models / "llama_tied")]
     output = ["--output", str(tmp_path / "out"), "--hf", fake_hugging_face]
     assert decode.main([*model, *TINY, *options, *output]) == 0, "a check failed"
     found = json.loads((tmp_path / "out" / "decode.json").read_text())
-    assert [(row["batch"], row["context"]) for row in found["rows"]] == [({"dense": 2, "compressed": 2}, 48)]
+    assert [(row["batch"], row["context"]) for row in found["rows"]] == [({"dense": 3, "compressed": 3}, 128)]
     for row in [*found["rows"], found["equal"]]:
         assert row["ratio"] > 0 and all(row["checks"].values())
         assert row["used"]["compressed"] <= row["nbytes"]["compressed"]
     equal = found["equal"]
-    assert equal["nbytes"]["compressed"] <= equal["nbytes"]["dense"]
+    one, room = equal["nbytes"]["compressed"] / equal["batch"]["compressed"], equal["nbytes"]["dense"]
+    assert room - 1.1 * one < equal["nbytes"]["compressed"] <= room, "one more would fit"
     assert equal["batch"]["compressed"] > 3
     assert found["prefill"]["peak_fraction"] <= found["prefill"]["nbytes_fraction"]
     assert len(found["prefill"]["used_by_chunk"]) == 4
@@ -89,11 +89,11 @@ def test_decode(golden_models, fake_hugging_face, tmp_path, capsys):
     assert found["hugging_face"]["ratio"] == by_cache["static"]
     assert {goal["what"] for goal in found["goals"]} >= {"speed-up at equal bytes", "dense over Hugging Face"}
     assert (tmp_path / "out" / "decode.png").read_bytes().startswith(b"\x89PNG")
-    assert "2 x 48" in capsys.readouterr().out
+    assert "3 x 128" in capsys.readouterr().out
 
 
 def test_decode_eight_bit(golden_models, tmp_path):
-    options = "--batches 2 --contexts 48 --kv-dtype float8_e4m3".split()
+    options = "--batches 3 --contexts 128 --kv-dtype float8_e4m3".split()
     model = ["--model", str(golden_models / "llama_tied"), "--output", str(tmp_path)]
     assert decode.main([*model, *TINY, *options]) == 0
 
@@ -139,16 +139,6 @@ def test_policy_keeps_what_it_is_told(llama):
     # The real gate's logits have the same signs.
     logits = np.asarray(kvs.decision_logits(llama.with_policy(policy), np.full((3, 50), 7)))
     np.testing.assert_array_equal(logits > 0, flags[..., :50])
-
-
-def test_most_sequences(llama):
-    policy, _ = uneven(llama)
-    limit = report.nbytes(decode.filled_dense(llama.config, jnp.float32, 2, 0, 64))
-    count = decode.most_sequences(llama, policy, 64, 8, None, limit)
-    sizes = [
-        report.nbytes(decode.filled_paged(llama.config, jnp.float32, policy, n, 60, 64, 8)) for n in (count, count + 1)
-    ]
-    assert sizes[0] <= limit < sizes[1]
 
 
 def test_measured_retention(golden_methods, monkeypatch):
@@ -216,14 +206,15 @@ def test_decode_attention(tmp_path, monkeypatch):
 
 
 def test_train_step(golden_models, tmp_path, monkeypatch):
-    # What is only compiled takes longest: one small program stands for all of them.
-    temporaries = train_step._temporaries
-    monkeypatch.setattr(
-        train_step, "_temporaries", lambda config, params, n, dtype: temporaries(config, params, 32, dtype)
-    )
+    lm = load(golden_models / "llama_tied")
+    # Compiling takes longest: one step with DMS stands for all of them, and what is only compiled is left out.
+    ours = train_step._ours
+    once = functools.cache(lambda dms: ours(lm.config, lm.params, 32, dms=dms, norms=True, dtype=jnp.bfloat16))
+    monkeypatch.setattr(train_step, "_ours", lambda *_, dms, **__: once(dms))
+    monkeypatch.setattr(train_step, "_temporaries", lambda config, params, length, dtype: length)
     monkeypatch.setattr(train_step, "_compile_seconds", lambda config, layers: float(layers))
     options = ["--lengths", "32", "--repeats", "1", "--output", str(tmp_path)]
     assert train_step.main(["--model", str(golden_models / "llama_tied"), *options]) == 0
     found = json.loads((tmp_path / "train_step.json").read_text())
     assert found["throughput_over_plain"] > 0 and found["dms_over_no_dms_32"] > 0
-    assert found["temporaries_8192_over_4096"] == 1 and found["compile_64_over_4_layers"] == 16
+    assert found["temporaries_8192_over_4096"] == 2 and found["compile_64_over_4_layers"] == 16
