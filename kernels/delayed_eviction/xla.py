@@ -13,13 +13,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from kernels.numerics import accumulator
+from kernels.numerics import accumulator, narrow
 from kernels.visibility import PADDING
 
-# Query x key block: about 1.5 MB of float32 scores for one KV head of three query heads, which stays in a CPU's cache;
-# measured on XLA:CPU with D = 64, 512 x 512 reaches twice the throughput of an unblocked T = 1024.
+# Query x key block: under 1 MB of float32 scores for one KV head of three query heads, which stays in a CPU's cache.
 BLOCK_Q = 256
-BLOCK_K = 512
+BLOCK_K = 256
 
 SAVED = ("delayed_attention_out", "delayed_attention_lse")
 """Checkpoint names of what the backward pass needs; a rematerialisation policy that saves them skips this attention."""
@@ -69,21 +68,33 @@ def _attention(
     return _forward(shape, q, k, v, bias, segment_ids, local)[0]
 
 
-def _live_blocks(shape: _Shape, length: int, segment_ids: Array | None, local: Array | None) -> Array:
-    """[T / block_q, T / block_k] bool: may any query of the block row see any key of the block column?"""
+class _Blocks(NamedTuple):
+    """What is to be done for each query block x key block, [T / block_q, T / block_k] bool each."""
+
+    live: Array
+    """May any query of the block see any key?"""
+    plain: Array
+    """Does every query see every key, beyond the window? Then the bias is added and nothing is masked."""
+
+
+def _blocks(shape: _Shape, length: int, bias: Array | None, segment_ids: Array | None, local: Array | None) -> _Blocks:
     q_first = jnp.arange(0, length, shape.block_q)[:, None]
     k_first = jnp.arange(0, length, shape.block_k)[None, :]
     q_last, k_last = q_first + (shape.block_q - 1), k_first + (shape.block_k - 1)
     live = k_first <= q_last
+    plain = q_first - k_last > (-1 if bias is None else shape.window)
     if local is not None:
         live = live & (q_first - k_last < local)
+        plain = plain & (q_last - k_first < local)
     if segment_ids is not None:
         batch = segment_ids.shape[0]
         by_q = segment_ids.reshape(batch, -1, 1, shape.block_q)
         by_k = segment_ids.reshape(batch, 1, -1, shape.block_k)
         overlap = (by_q.min(-1) <= by_k.max(-1)) & (by_k.min(-1) <= by_q.max(-1)) & (by_q.max(-1) > PADDING)
         live = live & overlap.any(0)
-    return live
+        one = (by_q.min(-1) == by_k.max(-1)) & (by_k.min(-1) == by_q.max(-1)) & (by_q.min(-1) > PADDING)
+        plain = plain & one.all(0)
+    return _Blocks(live, plain)
 
 
 def _ranges(live: Array) -> tuple[Array, Array]:
@@ -99,35 +110,20 @@ def _block(x: Array, index: Array, size: int, axis: int) -> Array:
     return lax.dynamic_slice_in_dim(x, index * jnp.int32(size), size, axis)
 
 
-def _scores(
-    shape: _Shape,
-    q: Array,
-    k: Array,
-    bias: Array | None,
-    segments: tuple[Array, Array] | None,
-    local: Array | None,
-    i: Array,
-    j: Array,
+def _mask(
+    shape: _Shape, segments: tuple[Array, Array] | None, local: Array | None, i: Array, j: Array
 ) -> tuple[Array, Array]:
-    """Masked scores [B, H, G, block_q, block_k] of one block pair, and which entries lie beyond the window."""
-    acc = accumulator(q.dtype)
-    batch, kv_heads, groups, block_q, dim = q.shape
-    s = jnp.einsum(
-        "bhqd,bhkd->bhqk", q.reshape(batch, kv_heads, groups * block_q, dim), k, preferred_element_type=acc
-    ).reshape(batch, kv_heads, groups, block_q, -1) * jnp.asarray(shape.scale, acc)
+    """Of one block pair: which entries are visible [B or 1, block_q, block_k], which lie beyond the window."""
     distance = (i * jnp.int32(shape.block_q) + jnp.arange(shape.block_q, dtype=jnp.int32))[:, None] - (
         j * jnp.int32(shape.block_k) + jnp.arange(shape.block_k, dtype=jnp.int32)
     )[None, :]
-    late = distance > jnp.int32(shape.window)
-    if bias is not None:
-        s = s + jnp.where(late[None, None, None], bias[:, :, None, None, :].astype(acc), jnp.zeros((), acc))
     seen = (distance >= 0)[None]
     if local is not None:
         seen = seen & (distance < local)[None]
     if segments is not None:
         of_q, of_k = segments
         seen = seen & (of_q[:, :, None] == of_k[:, None, :]) & (of_q > PADDING)[:, :, None]
-    return jnp.where(seen[:, None, None], s, -jnp.inf), late
+    return seen, (distance > jnp.int32(shape.window))[None]
 
 
 def _segments_of(shape: _Shape, ids: Array | None, i: Array, j: Array) -> tuple[Array, Array] | None:
@@ -143,29 +139,41 @@ def _forward(
     groups = heads // kv_heads
     acc = accumulator(q.dtype)
     grouped = q.reshape(batch, kv_heads, groups, length, dim)
-    first, last = _ranges(_live_blocks(shape, length, segment_ids, local))
+    blocks = _blocks(shape, length, bias, segment_ids, local)
+    first, last = _ranges(blocks.live)
 
     def q_block(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         out, lse = carry
-        qi = _block(grouped, i, shape.block_q, 3)
+        qi = _block(grouped, i, shape.block_q, 3).reshape(batch, kv_heads, groups * shape.block_q, dim)
 
         def k_block(j: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            total, top, weight = state
             kj, vj = _block(k, j, shape.block_k, 2), _block(v, j, shape.block_k, 2)
-            bj = None if bias is None else _block(bias, j, shape.block_k, 2)
-            s, _ = _scores(shape, qi, kj, bj, _segments_of(shape, segment_ids, i, j), local, i, j)
-            new_top = jnp.maximum(top, s.max(-1))
-            safe = jnp.where(jnp.isneginf(new_top), jnp.zeros_like(new_top), new_top)
-            p = jnp.exp(s - safe[..., None])
-            decay = jnp.exp(top - safe)
-            weight = weight * decay + p.sum(-1)
-            pv = jnp.einsum(
-                "bhqk,bhkd->bhqd",
-                p.astype(v.dtype).reshape(batch, kv_heads, groups * shape.block_q, shape.block_k),
-                vj,
-                preferred_element_type=acc,
-            ).reshape(batch, kv_heads, groups, shape.block_q, dim)
-            return total * decay[..., None] + pv, new_top, weight
+            bj = None if bias is None else _block(bias, j, shape.block_k, 2)[:, :, None, None].astype(acc)
+
+            def merge(masked: bool, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+                total, top, weight = state
+                s = jnp.einsum("bhqd,bhkd->bhqk", qi, kj, preferred_element_type=acc)
+                s = s.reshape(*top.shape, shape.block_k) * jnp.asarray(shape.scale, acc)
+                seen = late = None
+                if masked:
+                    seen, late = _mask(shape, _segments_of(shape, segment_ids, i, j), local, i, j)
+                if bj is not None:
+                    s = s + (bj if late is None else jnp.where(late[:, None, None], bj, jnp.zeros((), acc)))
+                if seen is not None:
+                    s = jnp.where(seen[:, None, None], s, -jnp.inf)
+                new_top = jnp.maximum(top, s.max(-1))
+                safe = jnp.where(jnp.isneginf(new_top), jnp.zeros_like(new_top), new_top)
+                p = jnp.exp(s - safe[..., None])
+                decay = jnp.exp(top - safe)
+                pv = jnp.einsum(
+                    "bhqk,bhkd->bhqd",
+                    narrow(p, v.dtype).reshape(*qi.shape[:3], shape.block_k),
+                    vj,
+                    preferred_element_type=acc,
+                ).reshape(total.shape)
+                return total * decay[..., None] + pv, new_top, weight * decay + p.sum(-1)
+
+            return lax.cond(blocks.plain[i, j], functools.partial(merge, False), functools.partial(merge, True), state)
 
         rows = (batch, kv_heads, groups, shape.block_q)
         start = (jnp.zeros((*rows, dim), acc), jnp.full(rows, -jnp.inf, acc), jnp.zeros(rows, acc))
@@ -195,6 +203,8 @@ def _attention_fwd(
 
 
 def _attention_bwd(shape: _Shape, residuals: tuple[Array, ...], d_out: Array) -> tuple[Array | None, ...]:
+    # Scores are formed as [keys, queries] and dq is gathered as [D, queries], so that no product has a transposed first
+    # operand, which XLA:CPU multiplies four times slower.
     q, k, v, bias, segment_ids, local, out, lse = residuals
     batch, heads, length, dim = q.shape
     kv_heads = k.shape[1]
@@ -203,31 +213,53 @@ def _attention_bwd(shape: _Shape, residuals: tuple[Array, ...], d_out: Array) ->
     grouped = q.reshape(batch, kv_heads, groups, length, dim)
     d_grouped = d_out.reshape(grouped.shape)
     delta = jnp.sum(d_grouped.astype(acc) * out.reshape(grouped.shape).astype(acc), -1)
-    first, last = _ranges(_live_blocks(shape, length, segment_ids, local).T)
+    k_transposed = k.swapaxes(2, 3)
+    blocks = _blocks(shape, length, bias, segment_ids, local)
+    first, last = _ranges(blocks.live.T)
     flat = (batch, kv_heads, groups * shape.block_q)
 
     def k_block(j: Array, carry: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
         dq, dk, dv, db = carry
         kj, vj = _block(k, j, shape.block_k, 2), _block(v, j, shape.block_k, 2)
-        bj = None if bias is None else _block(bias, j, shape.block_k, 2)
+        kj_transposed = _block(k_transposed, j, shape.block_k, 3)
+        bj = None if bias is None else _block(bias, j, shape.block_k, 2)[..., None, None].astype(acc)
 
         def q_block(i: Array, state: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
-            dq, dkj, dvj, dbj = state
-            qi, doi = _block(grouped, i, shape.block_q, 3), _block(d_grouped, i, shape.block_q, 3)
-            s, late = _scores(shape, qi, kj, bj, _segments_of(shape, segment_ids, i, j), local, i, j)
-            p = jnp.exp(s - _block(lse, i, shape.block_q, 3)[..., None])
-            doi = doi.reshape(*flat, dim)
-            dp = jnp.einsum("bhqd,bhkd->bhqk", doi, vj, preferred_element_type=acc).reshape(p.shape)
-            ds = p * (dp - _block(delta, i, shape.block_q, 3)[..., None])
-            if bias is not None:
-                dbj = dbj + jnp.where(late[None, None, None], ds, jnp.zeros((), acc)).sum((2, 3))
-            p_low = p.astype(v.dtype).reshape(*flat, shape.block_k)
-            ds_low = (ds * jnp.asarray(shape.scale, acc)).astype(q.dtype).reshape(*flat, shape.block_k)
-            dvj = dvj + jnp.einsum("bhqk,bhqd->bhkd", p_low, doi, preferred_element_type=acc)
-            dkj = dkj + jnp.einsum("bhqk,bhqd->bhkd", ds_low, qi.reshape(*flat, dim), preferred_element_type=acc)
-            dqi = jnp.einsum("bhqk,bhkd->bhqd", ds_low, kj, preferred_element_type=acc)
-            dqi = dqi.reshape(batch, kv_heads, groups, shape.block_q, dim) + _block(dq, i, shape.block_q, 3)
-            return lax.dynamic_update_slice_in_dim(dq, dqi, i * jnp.int32(shape.block_q), 3), dkj, dvj, dbj
+            qi = _block(grouped, i, shape.block_q, 3).reshape(*flat, dim)
+            doi = _block(d_grouped, i, shape.block_q, 3).reshape(*flat, dim)
+            lse_i, delta_i = (
+                _block(lse, i, shape.block_q, 3)[:, :, None],
+                _block(delta, i, shape.block_q, 3)[:, :, None],
+            )
+
+            def add(masked: bool, state: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
+                dq, dkj, dvj, dbj = state
+                s = jnp.einsum("bhkd,bhqd->bhkq", kj, qi, preferred_element_type=acc)
+                s = s.reshape(batch, kv_heads, shape.block_k, groups, shape.block_q) * jnp.asarray(shape.scale, acc)
+                seen = late = None
+                if masked:
+                    seen, late = (
+                        x.swapaxes(1, 2)[:, None, :, None]
+                        for x in _mask(shape, _segments_of(shape, segment_ids, i, j), local, i, j)
+                    )
+                if bj is not None:
+                    s = s + (bj if late is None else jnp.where(late, bj, jnp.zeros((), acc)))
+                if seen is not None:
+                    s = jnp.where(seen, s, -jnp.inf)
+                p = narrow(jnp.exp(s - lse_i), v.dtype)
+                dp = jnp.einsum("bhkd,bhqd->bhkq", vj, doi, preferred_element_type=acc).reshape(s.shape)
+                ds = p.astype(acc) * (dp - delta_i)
+                if bias is not None:
+                    dbj = dbj + (ds if late is None else jnp.where(late, ds, jnp.zeros((), acc))).sum((3, 4))
+                p = p.reshape(batch, kv_heads, shape.block_k, -1)
+                ds = narrow(ds * jnp.asarray(shape.scale, acc), q.dtype).reshape(p.shape)
+                dvj = dvj + jnp.einsum("bhkq,bhqd->bhkd", p, doi, preferred_element_type=acc)
+                dkj = dkj + jnp.einsum("bhkq,bhqd->bhkd", ds, qi, preferred_element_type=acc)
+                dqi = jnp.einsum("bhdk,bhkq->bhdq", kj_transposed, ds, preferred_element_type=acc)
+                dqi = dqi.reshape(batch, kv_heads, dim, groups, shape.block_q) + _block(dq, i, shape.block_q, 4)
+                return lax.dynamic_update_slice_in_dim(dq, dqi, i * jnp.int32(shape.block_q), 4), dkj, dvj, dbj
+
+            return lax.cond(blocks.plain[i, j], functools.partial(add, False), functools.partial(add, True), state)
 
         zeros = jnp.zeros(kj.shape, acc)
         state = (dq, zeros, zeros, jnp.zeros(kj.shape[:-1], acc))
@@ -240,10 +272,15 @@ def _attention_bwd(shape: _Shape, residuals: tuple[Array, ...], d_out: Array) ->
             lax.dynamic_update_slice_in_dim(db, dbj, at, 2),
         )
 
-    start = (jnp.zeros(grouped.shape, acc), jnp.zeros_like(k), jnp.zeros_like(v), jnp.zeros(k.shape[:-1], acc))
+    start = (
+        jnp.zeros((batch, kv_heads, dim, groups, length), acc),
+        jnp.zeros_like(k),
+        jnp.zeros_like(v),
+        jnp.zeros(k.shape[:-1], acc),
+    )
     dq, dk, dv, db = lax.fori_loop(jnp.int32(0), jnp.int32(length // shape.block_k), k_block, start)
     d_bias = None if bias is None else db.astype(bias.dtype)
-    return dq.reshape(q.shape).astype(q.dtype), dk, dv, d_bias, None, None
+    return jnp.moveaxis(dq, 2, -1).reshape(q.shape).astype(q.dtype), dk, dv, d_bias, None, None
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
