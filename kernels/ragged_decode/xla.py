@@ -98,13 +98,16 @@ def _many_heads(
     heads, rows, dim = q.shape
     page = pool.v.shape[1]
     at_once = min(PAGES_AT_ONCE, heads * tables.shape[1])
-    items = (lengths + (page - 1)) // page
+    # An empty head counts as one page, all masked: then the pages of an iteration belong to `span` heads in a row.
+    span = min(at_once, heads)
+    items = jnp.maximum((lengths + (page - 1)) // page, 1)
     ends = jnp.cumsum(items, dtype=jnp.int32)
     wide_q = q.astype(acc) * jnp.asarray(scale, acc)
 
     def body(i: Array, sofar: Partial) -> Partial:
         head, nth = _owner(ends, items, i * at_once + jnp.arange(at_once, dtype=jnp.int32))
-        mine = head[None, :] == jnp.arange(heads, dtype=jnp.int32)[:, None]  # [N, pages]; no head past the end
+        first = jnp.minimum(head[0], heads - span)
+        mine = head[None, :] == first + jnp.arange(span, dtype=jnp.int32)[:, None]  # [span, pages]; none past the end
         safe = jnp.minimum(head, heads - 1)
         nth = jnp.where(head < heads, nth, 0)
         at = tables[safe, nth]
@@ -128,12 +131,14 @@ def _many_heads(
         total = jnp.einsum("nrp,npd->nrd", p, values)
 
         # The pages of a head are merged at once, by a product with the 0/1 matrix of who owns what.
-        new_top = jnp.maximum(sofar.top, jnp.max(jnp.where(mine[..., None], top[None], EMPTY), 1))
-        old = jnp.exp(sofar.top - new_top)
-        new = jnp.where((head < heads)[:, None], jnp.exp(top - new_top[safe]), 0)
+        old_part = Partial(*(lax.dynamic_slice_in_dim(x, first, span) for x in sofar))
+        new_top = jnp.maximum(old_part.top, jnp.max(jnp.where(mine[..., None], top[None], EMPTY), 1))
+        old = jnp.exp(old_part.top - new_top)
+        new = jnp.where((head < heads)[:, None], jnp.exp(top - new_top[safe - first]), 0)
         share = mine.astype(acc)
         gathered = jnp.einsum("hn,nrd->hrd", share, total * new[..., None])
-        return Partial(sofar.total * old[..., None] + gathered, new_top, sofar.weight * old + share @ (weight * new))
+        merged = (old_part.total * old[..., None] + gathered, new_top, old_part.weight * old + share @ (weight * new))
+        return Partial(*(lax.dynamic_update_slice_in_dim(x, y, first, 0) for x, y in zip(sofar, merged, strict=True)))
 
     blocks = (ends[-1] + (at_once - 1)) // at_once
     return lax.fori_loop(jnp.int32(0), blocks, body, empty((heads, rows), dim, acc))

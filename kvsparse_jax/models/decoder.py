@@ -14,7 +14,7 @@ from flax import nnx
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from kernels.numerics import accumulator
+from kernels.numerics import accumulator, narrow, widen
 from kernels.visibility import NEVER
 from kvsparse_jax.models import rope
 from kvsparse_jax.models.config import ModelConfig
@@ -183,8 +183,8 @@ def _block(
     out, state, result = attend(state, layer, q.swapaxes(1, 2), k.swapaxes(1, 2), v.swapaxes(1, 2), gate)
     x = x + dense(p["o"], out.swapaxes(1, 2).reshape(batch, length, config.heads * config.head_dim))
     normed = rms_norm(x, p["mlp_norm"], config.rms_eps)
-    hidden = _ACTIVATIONS[config.activation](dense(p["gate"], normed)) * dense(p["up"], normed)
-    return x + dense(p["down"], hidden), state, result
+    hidden = _ACTIVATIONS[config.activation](widen(dense(p["gate"], normed))) * widen(dense(p["up"], normed))
+    return x + dense(p["down"], narrow(hidden, x.dtype)), state, result
 
 
 def forward(
