@@ -111,10 +111,6 @@ class Uneven(Policy):
         size = jnp.abs(logits) + jnp.ones((), logits.dtype)
         return jnp.where(self.flags(params, layer.positions), size, -size)
 
-    def queries(self, q: Array, kv_heads: int) -> Array:
-        """As DMS."""
-        return self.dms.queries(q, kv_heads)
-
 
 jax.tree_util.register_dataclass(Uneven, data_fields=["params", "dms"], meta_fields=["window", "shift"])
 

@@ -22,7 +22,7 @@ from kvsparse_jax.errors import InputError
 from kvsparse_jax.models import sharding, weights
 from kvsparse_jax.models.config import ModelConfig, read_json
 from kvsparse_jax.models.decoder import Params, abstract_params, logical_axes
-from kvsparse_jax.models.families import read_config
+from kvsparse_jax.models.families import BORROWED_CHANNEL, read_config
 from kvsparse_jax.policies import DMS, Dense, Policy
 
 _FLOATS: dict[str, Any] = {
@@ -191,6 +191,8 @@ def load(
     generation = directory / "generation_config.json"
     config = read_config(raw, read_json(generation) if generation.exists() else None)
     dms = DMS.from_config(raw)
+    if dms is not None and dms.variant == "neuron":
+        config = dataclasses.replace(config, borrowed_channel=True)
     tensors = Tensors(directory)
     table = weights.table(config, dms)
     _check_names(tensors, table, config)
@@ -296,7 +298,7 @@ def save(
                 _take(source / file, staging / target, None if like is None else like / target)
         if len(parts) > 1:
             _write_json(staging / _INDEX, {"metadata": {"total_size": total}, "weight_map": index})
-        _write_json(staging / "config.json", _hf_config(hf_config, policy))
+        _write_json(staging / "config.json", _hf_config(hf_config, config, policy))
         for name in _COMPANIONS:
             if source is not None and (source / name).exists():
                 shutil.copyfile(source / name, staging / name)
@@ -316,8 +318,10 @@ def _take(source: pathlib.Path, target: pathlib.Path, like: pathlib.Path | None)
     shutil.copyfile(source, target)
 
 
-def _hf_config(raw: dict[str, Any], policy: Policy) -> dict[str, Any]:
-    base = {key: value for key, value in raw.items() if not key.startswith("dms_")}
+def _hf_config(raw: dict[str, Any], config: ModelConfig, policy: Policy) -> dict[str, Any]:
+    base = {key: value for key, value in raw.items() if not key.startswith("dms_") and key != BORROWED_CHANNEL}
+    if config.borrowed_channel and not (isinstance(policy, DMS) and policy.variant == "neuron"):
+        base[BORROWED_CHANNEL] = True  # no released key would say so
     if not isinstance(policy, DMS):
         return base
     if base.get("architectures"):

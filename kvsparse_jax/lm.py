@@ -21,7 +21,7 @@ from kvsparse_jax import checkpoint, generation, hub
 from kvsparse_jax.errors import InputError
 from kvsparse_jax.models import decoder
 from kvsparse_jax.models.config import ModelConfig, read_json
-from kvsparse_jax.policies import Dense, Policy
+from kvsparse_jax.policies import DMS, Dense, Policy
 from kvsparse_jax.sampling import PerRow
 from kvsparse_jax.tokenizer import Tokenizer
 
@@ -29,6 +29,10 @@ from kvsparse_jax.tokenizer import Tokenizer
 @dataclass(frozen=True)
 class LM:
     """A decoder with its eviction policy.
+
+    A policy that reads its decisions from a query channel (DMS's neuron variant) takes that channel out of attention:
+    the model's config then says so, and no later policy gives it back. So a model has one full cache: the one that
+    ``with_policy(Dense())`` shows.
 
     Attributes:
         config: shape of the model.
@@ -47,6 +51,10 @@ class LM:
     hf_config: dict[str, Any] = dataclasses.field(default_factory=dict)
     source: pathlib.Path | None = None
     mesh: Mesh | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.policy, DMS) and self.policy.variant == "neuron" and not self.config.borrowed_channel:
+            object.__setattr__(self, "config", dataclasses.replace(self.config, borrowed_channel=True))
 
     def with_policy(self, policy: Policy) -> "LM":
         """The same model (weights shared) under another policy."""

@@ -12,8 +12,10 @@ import pytest
 import kvsparse_jax as kvs
 from kvsparse_jax import corpus, evaluate
 from kvsparse_jax.errors import InputError
-from kvsparse_jax.evaluate import DENSE, EQUAL_MEMORY, Sequences
+from kvsparse_jax.evaluate import DENSE, EQUAL_MEMORY, Sequences, contest, measure
+from kvsparse_jax.evaluate.__main__ import DEFAULT_LENGTHS, main, parse_lengths
 from kvsparse_jax.lm import full_hidden
+from kvsparse_jax.policies import spec as policy_spec
 
 NAMES = ("adapter", "adapter_layer", "borrowed")
 
@@ -135,13 +137,13 @@ def test_memory_equals_a_python_model_of_the_rule(name, reports, golden):
     np.testing.assert_array_equal(live.swapaxes(0, 1), data["live_lengths"][-1])  # the original's own count
     kept = np.stack([1 - flagged(row, 1, 48) / 48 for row in rows])
     np.testing.assert_allclose(result.nominal_kept_by_head, kept.mean(0), atol=1e-12)
-    np.testing.assert_allclose(result.physical_kept_by_head, (live / 48).mean(0), atol=1e-12)
+    np.testing.assert_allclose(result.entries_kept_by_head, (live / 48).mean(0), atol=1e-12)
     memory = result.memory
     close(memory.nominal_kept, kept.mean((1, 2)), 1e-12)
-    close(memory.physical_kept, (live / 48).mean((1, 2)), 1e-12)
-    assert memory.nominal_cr == pytest.approx(1 / kept.mean()) and memory.physical_cr == pytest.approx(48 / live.mean())
+    close(memory.entries_kept, (live / 48).mean((1, 2)), 1e-12)
+    assert memory.nominal_cr == pytest.approx(1 / kept.mean()) and memory.entries_cr == pytest.approx(48 / live.mean())
     assert memory.live_per_head == pytest.approx(live.mean()) and memory.seen == 48
-    assert memory.nominal_cr > memory.physical_cr > 1.1  # the window is memory
+    assert memory.nominal_cr > memory.entries_cr > 1.1  # the window is memory
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -149,13 +151,14 @@ def test_kinds_are_the_rows_and_dense_is_itself(name, reports):
     report = reports[name]
     result, dense = report.result("DMS", 48), report.result(DENSE, 48)
     assert [r.method for r in report.results] == [DENSE, "DMS", EQUAL_MEMORY]
+    assert [r.role for r in report.results] == ["full", "own", "equal_memory"]
     parts = [result.by_kind[kind] for kind in ("one", "two")]
     assert np.mean([p.quality.kl.mean for p in parts]) == pytest.approx(result.quality.kl.mean)
     assert np.mean([p.memory.live_per_head for p in parts]) == pytest.approx(result.memory.live_per_head)
     assert [p.sequences for p in parts] == [1, 1] and parts[0].quality.kl.stderr is None
     assert dense.quality.kl.mean == 0 and dense.quality.perplexity == dense.quality.perplexity_dense
     assert dense.quality.perplexity == result.quality.perplexity_dense
-    assert (dense.memory.nominal_cr, dense.memory.physical_cr, dense.memory.live_per_head) == (1, 1, 48)
+    assert (dense.memory.nominal_cr, dense.memory.entries_cr, dense.memory.live_per_head) == (1, 1, 48)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -165,14 +168,14 @@ def test_streaming_has_the_memory_of_the_policy(name, reports, models, golden):
     budget = result.policy["budget"]
     assert budget == round(own.memory.live_per_head) and result.memory.live_per_head == budget
     assert result.policy["sinks"] == 4 and result.policy["window"] == budget - 5
-    np.testing.assert_allclose(result.physical_kept_by_head, budget / 48, atol=1e-12)
+    np.testing.assert_allclose(result.entries_kept_by_head, budget / 48, atol=1e-12)
     np.testing.assert_allclose(result.nominal_kept_by_head, 4 / 48, atol=1e-7)
     if name != "borrowed":
         streaming = models[name].with_policy(kvs.StreamingLLM(budget=budget)).logits(golden[name]["input_ids"])
         close(result.quality.kl, divergence(golden[name]["logits_no_eviction"], streaming).mean(1), 5e-5)
 
 
-def test_baselines_leave_borrowed_neurons_out(models, golden):
+def test_no_policy_gives_a_borrowed_channel_back(models, golden):
     """The weights were trained without that channel: a baseline that used it would be made to look bad."""
     ids = golden["borrowed"]["input_ids"]
     group = Sequences(ids, ("a", "b"))
@@ -180,8 +183,12 @@ def test_baselines_leave_borrowed_neurons_out(models, golden):
     methods = {"all": kvs.StreamingLLM(budget=49)}
     result = evaluate.evaluate(lm, [group], methods=methods, equal_memory=False).result("all", 48)
     assert abs(result.quality.kl.mean) < 1e-6
-    used = divergence(golden["borrowed"]["logits_no_eviction"], lm.with_policy(kvs.Dense()).logits(ids))
-    assert used.mean() > 1e-3
+    full = golden["borrowed"]["logits_no_eviction"]
+    assert divergence(full, lm.with_policy(kvs.Dense()).logits(ids)).max() < 1e-6
+    untouched = dataclasses.replace(
+        lm, config=dataclasses.replace(lm.config, borrowed_channel=False), policy=kvs.Dense()
+    )
+    assert divergence(full, untouched.logits(ids)).mean() > 1e-3
 
 
 def test_curves_are_the_same_figures_by_position(reports, golden):
@@ -261,7 +268,7 @@ def test_a_model_with_sliding_windows_counts_them(golden_models):
     gates = np.asarray(kvs.decision_logits(lm, ids)) > 0
     live = np.stack([live_at_end(gates[:, b], 6, 0, 64, lm.config.local_windows) for b in range(2)])
     result = report.result("DMS", 64)
-    np.testing.assert_allclose(result.physical_kept_by_head, live.mean(0) / 64, atol=1e-12)
+    np.testing.assert_allclose(result.entries_kept_by_head, live.mean(0) / 64, atol=1e-12)
     assert abs(report.result(EQUAL_MEMORY, 64).memory.live_per_head - live.mean()) <= 0.5
     assert result.memory.nominal_kept.mean == pytest.approx(1 - gates.mean(), abs=1e-6)
 
@@ -299,13 +306,13 @@ def test_a_reference_is_what_everything_is_compared_with(models, golden):
 def test_more_policies_and_functions_of_the_length(models, golden):
     lm = models["adapter"]
     ids = golden["adapter"]["input_ids"]
-    methods = {name: evaluate.parse_method(name, lm) for name in ("streaming:cr=4", "masked", "own:offset=1000")}
+    methods = {name: policy_spec.parse(name, lm.policy) for name in ("streaming:cr=4", "masked", "own:offset=1000")}
     report = evaluate.evaluate(lm, [Sequences(ids, ("a", "b"))], methods=methods, equal_memory=False)
     assert [r.method for r in report.results] == [DENSE, "DMS", "streaming:cr=4", "masked", "own:offset=1000"]
-    assert report.result("streaming:cr=4", 48).memory.physical_cr == 4
+    assert report.result("streaming:cr=4", 48).memory.entries_cr == 4
     for name in ("masked", "own:offset=1000"):
         result = report.result(name, 48)
-        assert abs(result.quality.kl.mean) < 1e-6 and result.memory.physical_cr == result.memory.nominal_cr == 1
+        assert abs(result.quality.kl.mean) < 1e-6 and result.memory.entries_cr == result.memory.nominal_cr == 1
 
 
 # --- how it is computed -----------------------------------------------------------------------------------------------
@@ -316,22 +323,23 @@ def test_comparison_in_chunks_equals_numpy():
     dense, hidden = (jax.random.normal(k, (2, 13, 8)) for k in keys[:2])
     heads = [np.asarray(jax.random.normal(k, (8, 31))) for k in keys[2:]]
     targets = np.arange(26, dtype=np.int32).reshape(2, 13)
-    found = evaluate._compare({"head": heads[0]}, {"head": heads[1]}, dense, hidden, jnp.asarray(targets), 4)
+    found = measure.compare({"head": heads[0]}, {"head": heads[1]}, dense, hidden, jnp.asarray(targets), 4)
+    alone = measure.loss({"head": heads[0]}, dense, jnp.asarray(targets), 4)
     a, b = np.asarray(dense) @ heads[0], np.asarray(hidden) @ heads[1]
-    loss = [-np.take_along_axis(log_softmax(x), targets[..., None], -1)[..., 0] for x in (a, b)]
-    for ours, theirs in zip(found, (divergence(a, b), divergence(b, a), *loss), strict=True):
+    loss = [-np.take_along_axis(log_softmax(x), targets[..., None], -1)[..., 0] for x in (b, a)]
+    for ours, theirs in zip((*found, alone), (divergence(a, b), divergence(b, a), *loss), strict=True):
         assert ours.shape == (2, 13)
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
 
 
 def test_logits_of_a_whole_sequence_never_exist():
     vocab, length = 50_000, 2048
-    chunk = evaluate._chunk(1, vocab)
-    assert 64 <= chunk <= 256 and evaluate._chunk(1, 256_000) >= 8
+    chunk = measure.chunk_of(1, vocab)
+    assert 64 <= chunk <= 256 and measure.chunk_of(1, 256_000) >= 8
     shape = jax.ShapeDtypeStruct((1, length, 16), jnp.float32)
     head = {"head": jax.ShapeDtypeStruct((16, vocab), jnp.float32)}
     targets = jax.ShapeDtypeStruct((1, length), jnp.int32)
-    compiled = evaluate._compare.lower(head, head, shape, shape, targets, chunk).compile()
+    compiled = measure.compare.lower(head, head, shape, shape, targets, chunk).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 0.6 * vocab * length * 4
 
 
@@ -349,7 +357,7 @@ def test_a_length_compiles_once_per_policy(models, golden):
 def test_the_full_cache_is_computed_again_where_it_does_not_fit(models, golden, monkeypatch):
     group = Sequences(golden["adapter"]["input_ids"], ("a", "b"))
     kept = evaluate.evaluate(models["adapter"], [group])
-    monkeypatch.setattr(evaluate, "_DENSE_BYTES", 0)
+    monkeypatch.setattr(contest, "_DENSE_BYTES", 0)
     assert evaluate.evaluate(models["adapter"], [group]).to_json() == kept.to_json()
 
 
@@ -359,7 +367,7 @@ def test_the_full_cache_is_computed_again_where_it_does_not_fit(models, golden, 
 def test_passkey_counts_answers_whose_every_token_is_the_likeliest(models):
     lm = models["adapter"]
     rng = np.random.default_rng(0)
-    dense = evaluate.uncompressed(lm)
+    dense = lm.with_policy(kvs.Dense())
     prompts = []
 
     def after(model, tokens):
@@ -395,7 +403,7 @@ def test_passkey_counts_answers_whose_every_token_is_the_likeliest(models):
         assert result.of_dense_percent == pytest.approx(100 * values.mean() / (5 / 6))
         assert result.accuracy_by_depth == [values[[0, 1]].mean(), *values[2:6]]
     assert results[0].accuracy.mean == pytest.approx(5 / 6)
-    assert results[0].memory.physical_cr == 1 and results[0].memory.seen == np.mean(
+    assert results[0].memory.entries_cr == 1 and results[0].memory.seen == np.mean(
         [len(p.prompt_ids) + len(p.answer_ids) for p in prompts]
     )
     assert abs(results[2].memory.live_per_head - results[1].memory.live_per_head) <= 0.5
@@ -513,20 +521,20 @@ def test_sequences_that_do_not_fit(models):
 )
 def test_policies_of_the_command_line_are_checked(spec, message, models):
     with pytest.raises(InputError, match=message):
-        evaluate.parse_method(spec, models["adapter"])
+        policy_spec.parse(spec, models["adapter"].policy)
 
 
-def test_own_needs_a_policy(models):
+def test_own_needs_a_policy():
     with pytest.raises(InputError, match="no DMS policy"):
-        evaluate.parse_method("own:offset=1", models["adapter"].with_policy(kvs.Dense()))
+        policy_spec.parse("own:offset=1", kvs.Dense())
 
 
 def test_lengths_are_parsed():
-    assert evaluate.parse_lengths("1024:20,2048:10") == list(evaluate.DEFAULT_LENGTHS)
-    assert evaluate.parse_lengths("64") == [(64, 20)] and evaluate.parse_lengths("none") == []
+    assert parse_lengths("1024:20,2048:10") == list(DEFAULT_LENGTHS)
+    assert parse_lengths("64") == [(64, 20)] and parse_lengths("none") == []
     for text in ("", "x", "64:y", "1:5", "64:0", "64:1,64:2"):
         with pytest.raises(InputError, match="lengths"):
-            evaluate.parse_lengths(text)
+            parse_lengths(text)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -536,7 +544,7 @@ def test_the_command_writes_report_table_and_plots(retrofit, tmp_path, capsys):
     output = tmp_path / "out"
     argv = ["--model", str(retrofit), "--output", str(output), "--kinds", "code", "readme", "--batch-size", "2"]
     argv += ["--lengths", "96:3", "--passkey", "2", "--passkey-length", "1500"]
-    assert evaluate.main(argv) == 0
+    assert main(argv) == 0
     out, err = capsys.readouterr()
     assert out.strip() == (output / "report.md").read_text().strip()
     for words in (
@@ -555,7 +563,7 @@ def test_the_command_writes_report_table_and_plots(retrofit, tmp_path, capsys):
         (method, 96) for method in (DENSE, "DMS", EQUAL_MEMORY)
     ]
     own = report["results"][1]
-    assert np.shape(own["physical_kept_by_head"]) == (2, 2) and set(own["by_kind"]) == {"code", "readme"}
+    assert np.shape(own["entries_kept_by_head"]) == (2, 2) and set(own["by_kind"]) == {"code", "readme"}
     assert own["policy"]["name"] == "DMS" and own["policy"]["window"] == 16
     assert [r["method"] for r in report["retrieval"]] == [DENSE, "DMS", EQUAL_MEMORY]
     assert report["definitions"]["kl"].startswith("KL(dense || compressed)") and report["notes"] == []
@@ -565,16 +573,16 @@ def test_the_command_writes_report_table_and_plots(retrofit, tmp_path, capsys):
     assert "report.json" in err.splitlines()[-1]
 
     # An evaluation is not replaced unless that is asked for.
-    assert evaluate.main(argv) == 2
+    assert main(argv) == 2
     assert "holds an evaluation already" in capsys.readouterr().err
 
 
 def test_a_model_without_a_policy_is_measured_against_the_baselines_asked_for(golden_models, tmp_path, capsys):
     argv = ["--model", str(golden_models / "llama_tied"), "--output", str(tmp_path / "out"), "--kinds", "code"]
     argv += ["--lengths", "64:1"]
-    assert evaluate.main([*argv, "--policy", "streaming:budget=16"]) == 0
+    assert main([*argv, "--policy", "streaming:budget=16"]) == 0
     assert "no eviction policy: only streaming:budget=16 can be compared" in capsys.readouterr().out
-    assert evaluate.main([*argv, "--overwrite", "--dtype", "bfloat16"]) == 0
+    assert main([*argv, "--overwrite", "--dtype", "bfloat16"]) == 0
     out = capsys.readouterr().out
     assert "no eviction policy: only its full cache is measured" in out and "(bfloat16)" in out
     (result,) = json.loads((tmp_path / "out" / "report.json").read_text())["results"]
@@ -596,7 +604,7 @@ def test_a_model_without_a_policy_is_measured_against_the_baselines_asked_for(go
 )
 def test_bad_input_is_one_line_and_status_2(extra, message, golden_models, tmp_path, capsys):
     argv = ["--model", str(golden_models / "llama_tied"), "--output", str(tmp_path / "out"), *extra]
-    assert evaluate.main(argv) == 2
+    assert main(argv) == 2
     lines = capsys.readouterr().err.splitlines()
     assert message in lines[-1] and "error: " in lines[-1]
     assert not any("Traceback" in line for line in lines)
@@ -604,9 +612,9 @@ def test_bad_input_is_one_line_and_status_2(extra, message, golden_models, tmp_p
 
 def test_a_model_without_a_tokenizer(golden_methods, tmp_path, capsys):
     argv = ["--model", str(golden_methods / "3_model" / "adapter"), "--output", str(tmp_path / "out")]
-    assert evaluate.main([*argv, "--lengths", "64:1"]) == 2
+    assert main([*argv, "--lengths", "64:1"]) == 2
     assert "no tokenizer" in capsys.readouterr().err
-    assert evaluate.main([*argv, "--lengths", "none", "--passkey", "2"]) == 2
+    assert main([*argv, "--lengths", "none", "--passkey", "2"]) == 2
     assert "no tokenizer" in capsys.readouterr().err
 
 
@@ -615,7 +623,7 @@ def test_figures_that_json_cannot_hold_become_null(models, golden):
     none_kept = dataclasses.replace(lm.policy, shift=0, offset=-1e6)
     report = evaluate.evaluate(lm.with_policy(none_kept), [Sequences(golden["adapter"]["input_ids"], ("a", "b"))])
     result = report.result("DMS", 48)
-    assert math.isinf(result.memory.nominal_cr) and result.memory.physical_cr == pytest.approx(48 / 5)
+    assert math.isinf(result.memory.nominal_cr) and result.memory.entries_cr == pytest.approx(48 / 5)
     assert report.to_json()["results"][1]["memory"]["nominal_cr"] is None
     json.dumps(report.to_json(), allow_nan=False)
     assert "all flagged" in report.table()

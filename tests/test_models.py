@@ -95,7 +95,8 @@ def test_decisions(golden_methods: Path, name: str, mode: str) -> None:
                 gate = policy.relax(gate, jnp.asarray(g["noise"]))
             half = dim // 2
             cos, sin = (jnp.asarray(g[key])[:, :, None, :half] for key in ("cos", "sin"))
-            return gate, policy.queries(rope.rotate(policy.queries(q, heads), cos, sin), heads).swapaxes(1, 2), q
+            drop = decoder.without_borrowed if policy.variant == "neuron" else lambda q, heads: q
+            return gate, drop(rope.rotate(drop(q, heads), cos, sin), heads).swapaxes(1, 2), q
 
         gate, q, _ = decide(weights, params)
         np.testing.assert_allclose(gate, g[f"{mode}_logit"], rtol=1e-9, atol=1e-9)
@@ -125,10 +126,10 @@ def test_decisions(golden_methods: Path, name: str, mode: str) -> None:
 def test_fading_channel() -> None:
     """fade 1 is the untouched model, 0 the released one; only the borrowed channel changes."""
     q = jax.random.normal(jax.random.key(0), (1, 3, 6, 4))
-    keep = kvs.DMS(None, jnp.asarray(1.0), variant="neuron").queries(q, 2)
-    gone = kvs.DMS(None, jnp.asarray(0.0), variant="neuron").queries(q, 2)
+    keep, half, gone = (decoder.without_borrowed(q, 2, jnp.asarray(left)) for left in (1.0, 0.5, 0.0))
     np.testing.assert_array_equal(keep, q)
-    np.testing.assert_array_equal(gone, kvs.DMS(None, variant="neuron").queries(q, 2))
+    np.testing.assert_array_equal(gone, decoder.without_borrowed(q, 2))
+    np.testing.assert_allclose(2 * half, keep + gone)
     changed = np.asarray(gone != q).any((0, 1))
     wanted = np.zeros((6, 4), bool)
     wanted[[0, 3], -1] = True

@@ -136,6 +136,7 @@ def hidden_states(
     noise: Array | None,
     objective: Objective,
     remat: Remat,
+    fade: Array | None = None,
 ) -> tuple[Array, Array | None]:
     """Final hidden states [B, T, E] and the decision logits [L, B, H, T] without noise (None: no decisions)."""
 
@@ -167,6 +168,7 @@ def hidden_states(
         per_layer=noise,
         wrap=_wrap(remat),
         dtype=objective.dtype,
+        fade=fade,
     )
     return hidden, gates
 
@@ -207,12 +209,6 @@ def totals(config: ModelConfig, batch: Batch, objective: Objective) -> Totals:
     )
 
 
-def _teacher_policy(policy: DMS, objective: Objective) -> Policy:
-    if policy.variant == "neuron" and objective.teacher == "self":
-        return dataclasses.replace(policy, params=None, enabled=False)
-    return Dense()
-
-
 def micro_loss(
     trainable: Tree,
     frozen: Tree,
@@ -224,6 +220,7 @@ def micro_loss(
     noise: Array,
     target: Array,
     total: Totals,
+    fade: Array | None = None,
 ) -> tuple[Array, dict[str, Array]]:
     """A micro-batch's share of the loss of the global batch; shares add up to the loss, and so do their gradients.
 
@@ -238,6 +235,7 @@ def micro_loss(
         noise: [L, B, H, T].
         target: wished evicted fraction.
         total: sums over the global batch.
+        fade: what is left of the student's borrowed channel, see :func:`kvsparse_jax.models.decoder.forward`.
 
     Returns:
         The share, and sums over the micro-batch: distillation and budget (shares of the loss), closed (share of the
@@ -247,11 +245,18 @@ def micro_loss(
     model = tree["model"]
     policy = dataclasses.replace(policy, params=tree.get("policy"))
     taught = lax.stop_gradient(model if teacher_params is None else teacher_params)
+    lacks = config.borrowed_channel and objective.teacher == "self"
     teacher, _ = hidden_states(
-        taught, config, _teacher_policy(policy, objective), batch, noise=None, objective=objective, remat="none"
+        taught,
+        dataclasses.replace(config, borrowed_channel=lacks),
+        Dense(),
+        batch,
+        noise=None,
+        objective=objective,
+        remat="none",
     )
     student, gates = hidden_states(
-        model, config, policy, batch, noise=noise, objective=objective, remat=objective.remat
+        model, config, policy, batch, noise=noise, objective=objective, remat=objective.remat, fade=fade
     )
     train_head = bool({"embed", "head"} & set(trainable.get("model", {})))
     kl = losses.distillation_sum(
@@ -323,8 +328,9 @@ def make_step(
         shardings: of (state, metrics), each may be a prefix; None leaves them to the compiler.
 
     Returns:
-        ``step(state, frozen, teacher_params, policy, batch, key, healthy=None) -> (state, metrics)`` with ``batch``
-        leaves [A, B, T]: A micro-batches whose losses and gradients add up to those of the one batch [A * B, T].
+        ``step(state, frozen, teacher_params, policy, batch, key, healthy=None, fade=None) -> (state, metrics)`` with
+        ``batch`` leaves [A, B, T]: A micro-batches whose losses and gradients add up to those of the one batch
+        [A * B, T].
         ``state`` is donated. A step whose loss or gradient is not finite leaves the state as it was and says so in the
         metrics; so does every step with ``healthy`` (bool scalar) false, so that, with ``metrics.finite`` of the step
         before, nothing happens between a failure and the moment the host reads of it.
@@ -338,6 +344,7 @@ def make_step(
         batch: Batch,
         key: Array,
         healthy: Array | None = None,
+        fade: Array | None = None,
     ) -> tuple[State, Metrics]:
         target = jnp.asarray(losses.cr_schedule(state.step - jnp.int32(start), *schedule)[0], jnp.float32)
         total = totals(config, batch, objective)
@@ -365,6 +372,7 @@ def make_step(
                 noise_of(micro),
                 target,
                 total,
+                fade,
             )
 
         parts = batch.input_ids.shape[0]

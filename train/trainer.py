@@ -438,26 +438,26 @@ class _Run:
         """Starts the next step; on an accelerator this returns before it is done."""
         before = self.loader.state()
         batch = next(self.loader)
+        fade = self._fade(self.step)
         self.state, metrics = self.advance(
             self.state,
             self.parts.frozen,
             self.parts.teacher,
-            self._policy(self.step),
+            # While the borrowed channel fades nothing is evicted.
+            self.parts.policy if fade is None else dataclasses.replace(self.parts.policy, enabled=False),
             to_device(batch, self.mesh, self.config.accumulate),
             self.key,
             self.healthy,
+            fade,
         )
         self.healthy = metrics.finite
         self.step += 1
         self.pending.append(_Pending(self.step, batch, before, metrics))
 
-    def _policy(self, step: int) -> DMS:
-        """The policy at a step: while the borrowed channel fades nothing is evicted."""
+    def _fade(self, step: int) -> Array | None:
+        """What is left of the borrowed channel at a step; None once it is gone."""
         fading = self.config.fade_steps
-        if step >= fading:
-            return self.parts.policy
-        left = np.float32(1 - (step + 1) / fading)
-        return dataclasses.replace(self.parts.policy, enabled=False, fade=jnp.asarray(left))
+        return None if step >= fading else jnp.asarray(np.float32(1 - (step + 1) / fading))
 
     def _read(self, leave: int, store: Store) -> None:
         """Reads the metrics of the steps that were started, all but the newest ``leave``."""

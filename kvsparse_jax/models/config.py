@@ -30,6 +30,8 @@ class ModelConfig:
         mlp_bias: biases in the MLP.
         qk_norm: RMS norm of each head's q and k before the rotation.
         local_windows: per layer, the sliding window in tokens, or None for full attention.
+        borrowed_channel: the weights were trained without the last channel of the first query head of each group, so it
+            takes no part in attention, whatever the policy (the neuron variant of DMS reads its decisions from it).
         bos_token_id: None where the model has none.
         eos_token_ids: every id that ends a text.
     """
@@ -52,6 +54,7 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     local_windows: tuple[int | None, ...]
+    borrowed_channel: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
 

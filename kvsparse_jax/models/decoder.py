@@ -144,6 +144,20 @@ def dense(p: Params, x: Array) -> Array:
     return y
 
 
+def without_borrowed(q: Array, kv_heads: int, left: Array | None = None) -> Array:
+    """Queries [B, T, Hq, D] without the channel that decisions are read from, see ``ModelConfig.borrowed_channel``.
+
+    Args:
+        q: the queries.
+        kv_heads: H.
+        left: scalar, the share of the channel that stays; None: nothing.
+    """
+    group = q.shape[2] // kv_heads
+    borrowed = (jnp.arange(q.shape[2]) % group == 0)[:, None] & (jnp.arange(q.shape[3]) == q.shape[3] - 1)[None]
+    rest = jnp.zeros_like(q) if left is None else q * left.astype(q.dtype)
+    return jnp.where(borrowed[None, None], rest, q)
+
+
 def transposed(x: Array) -> Array:
     """The last two axes swapped in memory, not only in shape (XLA folds a plain transposition into the product)."""
     return lax.optimization_barrier(x.swapaxes(-1, -2))
@@ -168,6 +182,7 @@ def _block(
     layer: Layer,
     p: Params,
     policy_params: Any,
+    fade: Array | None,
 ) -> tuple[Array, Any, Any]:
     """One decoder layer on x [B, T, E]."""
     batch, length, _ = x.shape
@@ -178,7 +193,11 @@ def _block(
     if config.qk_norm:
         q, k = rms_norm(q, p["q_norm"], config.rms_eps), rms_norm(k, p["k_norm"], config.rms_eps)
     gate = policy.gate(policy_params, LayerInput(x, normed, q, positions, config.kv_heads, config.rms_eps))
-    q = policy.queries(rope.rotate(policy.queries(q, config.kv_heads), *angles), config.kv_heads)
+    if config.borrowed_channel:
+        # Before and again after the rotation, which mixes it with its partner (as in the released code).
+        q = without_borrowed(rope.rotate(without_borrowed(q, config.kv_heads, fade), *angles), config.kv_heads, fade)
+    else:
+        q = rope.rotate(q, *angles)
     k = rope.rotate(k, *angles)
     out, state, result = attend(state, layer, q.swapaxes(1, 2), k.swapaxes(1, 2), v.swapaxes(1, 2), gate)
     x = x + dense(p["o"], out.swapaxes(1, 2).reshape(batch, length, config.heads * config.head_dim))
@@ -199,6 +218,7 @@ def forward(
     per_layer: Any = None,
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     dtype: DTypeLike | None = None,
+    fade: Array | None = None,
 ) -> tuple[Array, Any, Any]:
     """Runs the decoder.
 
@@ -213,6 +233,8 @@ def forward(
         per_layer: pytree of [L, ...] arrays, sliced for ``attend``.
         wrap: applied to the layer function before the scan (``jax.checkpoint`` with a policy).
         dtype: compute dtype; None keeps that of the embedding.
+        fade: scalar, what is left of a borrowed channel while the model is taught to do without it, from 1 (untouched
+            model) to 0; None: nothing.
 
     Returns:
         hidden [B, T, E] after the final norm; the last state; the per-layer results stacked [L, ...].
@@ -224,7 +246,7 @@ def forward(
         windows = jnp.asarray([NEVER if w is None else w for w in config.local_windows], jnp.int32)
 
     def block(x: Array, state: Any, layer: Layer, p: Params, policy_params: Any) -> tuple[Array, Any, Any]:
-        return _block(config, policy, attend, angles, positions, x, state, layer, p, policy_params)
+        return _block(config, policy, attend, angles, positions, x, state, layer, p, policy_params, fade)
 
     block = wrap(block) if wrap else block
 

@@ -69,6 +69,9 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(None, None, qk_norm=True, local_windows=_sliding_upper, absent_head_dim=128),
 }
 
+BORROWED_CHANNEL = "borrowed_channel"
+"""Our own key of config.json, for weights that lack a query channel and come without a policy that says so."""
+
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 
 
@@ -124,6 +127,7 @@ def read_config(config: dict[str, Any], generation: dict[str, Any] | None = None
         mlp_bias=bool(config.get("mlp_bias", False)),
         qk_norm=family.qk_norm,
         local_windows=tuple(None if window is None else int(window) for window in windows),
+        borrowed_channel=bool(config.get(BORROWED_CHANNEL)),
         bos_token_id=config.get("bos_token_id"),
         eos_token_ids=tuple(eos),
     )

@@ -48,7 +48,3 @@ class Policy:
             layer: what can be looked at.
         """
         raise NotImplementedError
-
-    def queries(self, q: Array, kv_heads: int) -> Array:
-        """Changes the queries [B, T, Hq, D], before and again after the rotation (DMS with a borrowed neuron)."""
-        return q

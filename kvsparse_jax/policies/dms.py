@@ -20,14 +20,12 @@ class DMS(Policy):
     """Eviction where the decision logit is positive, ``window`` tokens later.
 
     ``logit = scale * z - offset``. In the adapter variant ``z`` is a linear map of the RMS-normed residual stream (own
-    norm); in the neuron variant it is the last channel of the first query head of each group, which then takes no
-    part in attention (section 3.1; the channel index follows the released code).
+    norm); in the neuron variant it is the last channel of the first query head of each group (section 3.1; the channel
+    index follows the released code), which takes no part in attention (``ModelConfig.borrowed_channel``).
 
     Attributes:
         params: adapter: {"norm": [L, E], "proj": [L, E, H], "bias": [L, H] if the model has attention biases}, float32;
             neuron: None.
-        fade: neuron variant while it is being prepared: what is left of the borrowed channel, from 1 (untouched model)
-            to 0; None is 0.
         window: delay in tokens (256 in the paper, 512 in the released checkpoints).
         shift: 1: token k + 1 decides about key k (released code); 0: token k does (paper).
         scale: factor on z.
@@ -35,12 +33,11 @@ class DMS(Policy):
         tau: temperature of the relaxed decisions in training.
         variant: "adapter" or "neuron".
         per: "head", or "layer": KV head 0 decides for all.
-        enabled: False evicts nothing (the borrowed channel stays unused).
+        enabled: False evicts nothing.
         target_cr: compression ratio it was trained for, as recorded; None if unknown.
     """
 
     params: Any
-    fade: Array | None = None
     window: int = 512
     shift: int = 1
     scale: float = 100.0
@@ -154,18 +151,7 @@ class DMS(Policy):
             noise = jnp.broadcast_to(noise[..., :1, :], noise.shape)
         return (logits + noise.astype(logits.dtype)) * jnp.asarray(1.0 / self.tau, logits.dtype)
 
-    def queries(self, q: Array, kv_heads: int) -> Array:
-        """Removes the borrowed channel (or what ``fade`` has taken of it)."""
-        if self.variant == "adapter":
-            return q
-        group = q.shape[2] // kv_heads
-        borrowed = (jnp.arange(q.shape[2]) % group == 0)[:, None] & (jnp.arange(q.shape[3]) == q.shape[3] - 1)[None]
-        left = jnp.zeros((), q.dtype) if self.fade is None else jnp.asarray(self.fade).astype(q.dtype)
-        return jnp.where(borrowed[None, None], q * left, q)
-
 
 jax.tree_util.register_dataclass(
-    DMS,
-    data_fields=["params", "fade"],
-    meta_fields=[f.name for f in dataclasses.fields(DMS) if f.name not in ("params", "fade")],
+    DMS, data_fields=["params"], meta_fields=[f.name for f in dataclasses.fields(DMS) if f.name != "params"]
 )

@@ -10,6 +10,9 @@ from jax import Array
 from kvsparse_jax.errors import InputError
 from kvsparse_jax.policies.base import LayerInput, Policy
 
+SINKS = 4
+"""First tokens that are never evicted, unless another number is asked for (the paper's choice)."""
+
 
 @dataclass(frozen=True)
 class StreamingLLM(Policy):
@@ -21,7 +24,7 @@ class StreamingLLM(Policy):
     """
 
     budget: int
-    sinks: int = 4
+    sinks: int = SINKS
 
     shift = 0
     params = None
