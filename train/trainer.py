@@ -171,7 +171,9 @@ def make_parts(config: RetrofitConfig, directory: Path, mesh: Mesh, rows: Callab
         if config.teacher == "original":
             teacher = load(directory, dtype=compute, mesh=mesh).params
         lm = dataclasses.replace(lm, params={})
-    return Parts(lm, dataclasses.replace(policy, params=None), _placed(trainable, mesh), frozen, teacher)
+    policy = dataclasses.replace(policy, params=None)
+    # The policy decides whether the model lends a query channel, which its config tells the step.
+    return Parts(lm.with_policy(policy), policy, _placed(trainable, mesh), frozen, teacher)
 
 
 def _placed(tree: Any, mesh: Mesh) -> Any:
