@@ -43,12 +43,15 @@ import kvsparse_jax as kvs
 from benchmarks.decode_attention import retention as synthetic_retention
 from kernels.visibility import NEVER, decisions_by_key, visible
 from kernels.visibility import expires as last_query
-from kvsparse_jax import cli, generation
+from kvsparse_jax import cli
 from kvsparse_jax.cache import dense, paged
 from kvsparse_jax.cache.quantise import QUANTISATIONS
 from kvsparse_jax.cache.report import Cache, report
+from kvsparse_jax.cache.spec import CacheSpec
 from kvsparse_jax.errors import InputError, RunError
 from kvsparse_jax.evaluate import held_out_sequences
+from kvsparse_jax.generation.decode import BURST, Model, Sampler, State, with_head
+from kvsparse_jax.generation.decode import decode as decode_loop
 from kvsparse_jax.lm import LM
 from kvsparse_jax.models.config import ModelConfig
 from kvsparse_jax.policies import DMS, LayerInput, Policy
@@ -145,10 +148,11 @@ def rule(policy: Uneven, batch: int, seen: int) -> tuple[np.ndarray, np.ndarray,
 # The caches
 
 
-def _shape(config: ModelConfig, batch: int) -> dict[str, Any]:
-    if any(window is not None for window in config.local_windows):
+def _spec(config: ModelConfig, policy: Policy, dtype: Any) -> CacheSpec:
+    spec = CacheSpec.of(config, policy, dtype)
+    if spec.local:
         raise InputError("this benchmark fills caches of models without sliding-window layers only")
-    return dict(layers=config.layers, batch=batch, kv_heads=config.kv_heads, head_dim=config.head_dim)
+    return spec
 
 
 def _noise(shape: tuple[int, ...], dtype: Any, seed: int) -> Array:
@@ -162,7 +166,7 @@ def _noise(shape: tuple[int, ...], dtype: Any, seed: int) -> Array:
 
 def filled_dense(config: ModelConfig, dtype: Any, batch: int, seen: int, slots: int) -> dense.DenseCache:
     """A dense cache after ``seen`` tokens, with room for ``slots``."""
-    cache = dense.init(dtype=dtype, slots=slots, **_shape(config, batch))
+    cache = dense.init(_spec(config, kvs.Dense(), dtype), batch, slots=slots)
     # One layer's noise in all layers: gigabytes of random numbers would take longer than the benchmark.
     k, v = (jnp.broadcast_to(_noise(x.shape[1:], dtype, i)[None], x.shape) for i, x in enumerate((cache.k, cache.v)))
     return dataclasses.replace(cache, k=k, v=v, seen=jnp.full((batch,), seen, jnp.int32))
@@ -179,7 +183,8 @@ def filled_paged(
     lengths, count = live.sum(-1), -(-live.sum(-1) // page)
     # Heads only grow, so what is needed at the end is needed at most.
     pages = int((-(-rule(policy, batch, end)[2].sum(-1) // page)).sum())
-    cache = _empty(config, dtype, policy, batch, pages, end, page, kv_dtype)
+    spec = _spec(config, policy, dtype)
+    cache = paged.init(spec, batch, pages=pages, width=-(-end // page), page=page, quantisation=kv_dtype)
     rng = np.random.default_rng(0)
     ids = rng.permutation(pages).astype(np.int32)
     tables = np.full(cache.tables.shape, pages, np.int32)
@@ -213,34 +218,17 @@ def filled_paged(
     )
 
 
-def _empty(
-    config: ModelConfig, dtype: Any, policy: Uneven, batch: int, pages: int, tokens: int, page: int, kv_dtype: Any
-) -> paged.PagedCache:
-    return paged.init(
-        dtype=dtype,
-        pages=pages,
-        width=-(-tokens // page),
-        page=page,
-        window=policy.window,
-        shift=policy.shift,
-        max_positions=config.max_positions,
-        quantisation=kv_dtype,
-        **_shape(config, batch),
-    )
-
-
 def most_sequences(lm: LM, policy: Uneven, tokens: int, page: int, kv_dtype: Any, limit: int) -> int:
     """Sequences of ``tokens`` tokens that a compressed cache of ``limit`` allocated bytes holds, at least 1."""
-    dtype = lm.params["embed"].dtype
+    spec = _spec(lm.config, policy, lm.params["embed"].dtype)
     pages = np.zeros(0, np.int64)
     while True:
         batch = 2 * len(pages) or 8
         pages = (-(-rule(policy, batch, tokens)[2].sum(-1) // page)).sum((0, 2)).cumsum()
 
         def size(count: int, pages: np.ndarray = pages) -> int:
-            shapes = jax.eval_shape(
-                lambda: _empty(lm.config, dtype, policy, count, int(pages[count - 1]), tokens, page, kv_dtype)
-            )
+            pool = dict(pages=int(pages[count - 1]), width=-(-tokens // page), page=page, quantisation=kv_dtype)
+            shapes = jax.eval_shape(lambda: paged.init(spec, count, **pool))
             return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
 
         if size(batch) > limit:
@@ -252,41 +240,35 @@ def most_sequences(lm: LM, policy: Uneven, tokens: int, page: int, kv_dtype: Any
 
 def _programs() -> int:
     """Programs that the decode loop was compiled to so far."""
-    count: int = generation._decode._cache_size()  # type: ignore[attr-defined]
+    count: int = decode_loop._cache_size()  # type: ignore[attr-defined]
     return count
 
 
 class Decoder:
     """A cache and the program that decodes on it: what a session does for a burst of tokens."""
 
-    def __init__(self, params: Any, config: ModelConfig, policy: Policy, cache: Cache):
-        # Committed to the device, as the parameters are and what the program hands back: else it compiles twice.
-        self.cache = jax.device_put(cache, next(iter(params["embed"].devices())))
-        self._model = (params, config, policy)
+    def __init__(self, model: Model, cache: Cache):
         batch = cache.seen.shape[0]
-        self._settings = sampling(batch, temperature=0.0)
-        self._stops = jnp.full((batch, 4), -1, jnp.int32)
-        self._token = np.ones(batch, np.int32)
+        self._model = with_head(model)
+        self._sampler = Sampler(sampling(batch, temperature=0.0), jnp.full((batch, 4), -1, jnp.int32))
+        state = State(cache, jnp.ones(batch, jnp.int32), jnp.zeros(batch, jnp.int32), None)
+        # Committed to the device, as the parameters are and what the program hands back: else it compiles twice.
+        self._state = jax.device_put(state, model.sharding)
         self.compilations = 0
+
+    @property
+    def cache(self) -> Cache:
+        """As the last burst left it."""
+        return self._state.cache
 
     def burst(self, steps: int) -> float:
         """Decodes ``steps`` tokens per row; the seconds until the host has them."""
         before = _programs()
         start = time.perf_counter()
-        left = jnp.full(self._token.shape, steps, jnp.int32)
-        emitted, self.cache, _ = generation._decode(
-            *self._model,
-            self._settings,
-            self._stops,
-            self.cache,
-            jnp.asarray(self._token),
-            left,
-            None,
-            jnp.asarray(np.int32(steps)),
-        )
-        tokens = np.asarray(emitted)
+        state = dataclasses.replace(self._state, left=jnp.full_like(self._state.left, steps))
+        emitted, self._state = decode_loop(self._model, self._sampler, state, jnp.asarray(np.int32(steps)))
+        np.asarray(emitted)
         seconds = time.perf_counter() - start
-        self._token = tokens[:, steps - 1]
         self.compilations += _programs() - before
         return seconds
 
@@ -313,10 +295,9 @@ def compare(
     """One row: dense with ``batch`` sequences against compressed with as many or ``compressed_batch``."""
     other = compressed_batch or batch
     config, dtype, start = lm.config, lm.params["embed"].dtype, context - _total(args)
-    params = generation._with_head(lm.params)
-    full = Decoder(params, config, kvs.Dense(), filled_dense(config, dtype, batch, start, context))
+    full = Decoder(Model(lm.params, kvs.Dense(), config), filled_dense(config, dtype, batch, start, context))
     cache = filled_paged(config, dtype, policy, other, start, context, args.page, args.kv_dtype)
-    compressed = Decoder(params, config, policy, cache)
+    compressed = Decoder(Model(lm.params, policy, config), cache)
     del cache
     times = in_turn({"dense": full.burst, "compressed": compressed.burst}, args.steps, args.repeats)
     speed = {"dense": batch * args.steps / times["dense"], "compressed": other * args.steps / times["compressed"]}
@@ -464,7 +445,7 @@ def against_hugging_face(lm: LM, args: argparse.Namespace) -> Figures:
     config, dtype = lm.config, lm.params["embed"].dtype
     with HuggingFace.started(args.hf, lm.source, batch, start, context) as other:
         cache = filled_dense(config, dtype, batch, start, context)
-        ours = Decoder(generation._with_head(lm.params), config, kvs.Dense(), cache)
+        ours = Decoder(Model(lm.params, kvs.Dense(), config), cache)
         del cache
         bursts: dict[str, Callable[[int], float]] = {"ours": ours.burst}
         bursts |= {name: functools.partial(other.burst, name) for name in other.variants}
@@ -648,10 +629,8 @@ def _parser() -> cli.Parser:
 
 
 def _check(args: argparse.Namespace, config: ModelConfig) -> None:
-    if not 1 <= args.steps <= generation.BURST or args.repeats < 1 or args.page < 1 or args.chunk < 2:
-        raise InputError(
-            f"--steps must be 1 to {generation.BURST}, --repeats and --page at least 1, --chunk at least 2"
-        )
+    if not 1 <= args.steps <= BURST or args.repeats < 1 or args.page < 1 or args.chunk < 2:
+        raise InputError(f"--steps must be 1 to {BURST}, --repeats and --page at least 1, --chunk at least 2")
     sizes = [(batch, context) for batch in args.batches for context in args.contexts]
     sizes += [size for size in (args.equal, args.hf_size if args.hf else (0, 0)) if size != (0, 0)]
     for batch, context in sizes:

@@ -27,6 +27,7 @@ from jax import Array
 
 from kernels.visibility import NEVER
 from kvsparse_jax.cache import dense, paged, report
+from kvsparse_jax.cache.spec import CacheSpec
 
 STEPS = 4
 """Decode steps per measurement; each is one iteration of the while loop."""
@@ -49,16 +50,11 @@ def filled(args: argparse.Namespace, rng: np.random.Generator, kept: np.ndarray)
     pages = -(-lengths // args.page)
     capacity = int(pages.sum() * args.headroom)
     cache = paged.init(
-        layers=layers,
-        batch=args.batch,
-        kv_heads=heads,
-        head_dim=args.head_dim,
-        dtype=jnp.bfloat16,
+        CacheSpec(layers, heads, args.head_dim, jnp.bfloat16, window=args.window, shift=1),
+        args.batch,
         pages=capacity,
         width=-(-(args.context + 512) // args.page),
         page=args.page,
-        window=args.window,
-        shift=1,
         quantisation=args.quantisation,
     )
     ids = rng.permutation(capacity).astype(np.int32)
@@ -99,14 +95,8 @@ def filled(args: argparse.Namespace, rng: np.random.Generator, kept: np.ndarray)
 
 def filled_dense(args: argparse.Namespace) -> dense.DenseCache:
     """A dense cache after ``context`` tokens."""
-    cache = dense.init(
-        layers=args.layers,
-        batch=args.batch,
-        kv_heads=args.kv_heads,
-        head_dim=args.head_dim,
-        dtype=jnp.bfloat16,
-        slots=args.context + 256,
-    )
+    spec = CacheSpec(args.layers, args.kv_heads, args.head_dim, jnp.bfloat16)
+    cache = dense.init(spec, args.batch, slots=args.context + 256)
     k = jax.random.normal(jax.random.key(0), cache.k.shape[1:], jnp.bfloat16)
     v = jax.random.normal(jax.random.key(1), cache.v.shape[1:], jnp.bfloat16)
     seen = jnp.full((args.batch,), args.context, jnp.int32)

@@ -56,6 +56,10 @@ class LM:
         if isinstance(self.policy, DMS) and self.policy.variant == "neuron" and not self.config.borrowed_channel:
             object.__setattr__(self, "config", dataclasses.replace(self.config, borrowed_channel=True))
 
+    @property
+    def _model(self) -> generation.Model:
+        return generation.Model(self.params, self.policy, self.config, self.mesh)
+
     def with_policy(self, policy: Policy) -> "LM":
         """The same model (weights shared) under another policy."""
         return dataclasses.replace(self, policy=policy)
@@ -113,11 +117,13 @@ class LM:
         See :func:`kvsparse_jax.generation.generate`, also for ``options``; ``chat=True`` uses the chat template.
         """
         options |= dict(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, eos=eos)
-        return generation.generate(self, prompts, max_new_tokens, prefill_chunk=prefill_chunk, **options)
+        return generation.generate(
+            self._model, self.tokenizer, prompts, max_new_tokens, prefill_chunk=prefill_chunk, **options
+        )
 
     def session(self, batch: int = 1, **options: Any) -> generation.Session:
         """Opens a session of many turns on the compressed cache; see :class:`kvsparse_jax.generation.Session`."""
-        return generation.Session(self, batch, **options)
+        return generation.Session(self._model, self.tokenizer, batch, **options)
 
     def replay(
         self,
@@ -128,7 +134,8 @@ class LM:
         **options: Any,
     ) -> generation.Replay:
         """Feeds given tokens through the real cache; see :func:`kvsparse_jax.generation.replay`."""
-        return generation.replay(self, input_ids, attention_mask, prefill, prefill_chunk, **options)
+        ids, segments = self.check(input_ids, attention_mask)
+        return generation.replay(self._model, ids, segments, prefill, prefill_chunk, **options)
 
     def save(self, directory: str | os.PathLike[str], like: pathlib.Path | None = None) -> pathlib.Path:
         """Writes a Hugging Face directory that :func:`load` opens again; see :func:`kvsparse_jax.checkpoint.save`."""

@@ -14,6 +14,7 @@ import pytest
 
 from kernels.visibility import NEVER
 from kvsparse_jax.cache import capacity, dense, paged, report
+from kvsparse_jax.cache.spec import CacheSpec
 
 F32 = jnp.float32
 
@@ -49,20 +50,18 @@ def masked_attention(q, k, v, seen, scale):
     return np.einsum("bhts,bhsd->bhtd", p, v)
 
 
-@functools.partial(jax.jit, static_argnames=("module", "scale", "window_less"), donate_argnums=(0,))
-def forward(cache, q, k, v, evict, valid, local, *, module, scale, window_less=False):
+@functools.partial(jax.jit, static_argnames=("scale", "window_less"), donate_argnums=(0,))
+def forward(cache, q, k, v, evict, valid, local, *, scale, window_less=False):
     """All layers of one forward pass, scanned as the decoder does: q [L, B, Hq, T, D] and so on."""
 
     def body(cache, x):
         i, q, k, v, evict, local = x
-        out, cache = module.attend(
-            cache, i, q, k, v, None if window_less else evict, valid, scale=scale, local_window=local
-        )
+        out, cache = cache.attend(i, q, k, v, None if window_less else evict, valid, scale=scale, local_window=local)
         return cache, out
 
     layers = jnp.arange(q.shape[0], dtype=jnp.int32)
     cache, out = jax.lax.scan(body, cache, (layers, q, k, v, evict, local))
-    return module.advance(cache, valid), out
+    return cache.advance(valid), out
 
 
 def poison(cache):
@@ -83,7 +82,7 @@ def poison(cache):
     tables[free] = np.resize([-5, cache.pages + 7, 0], free.sum())
     held = np.asarray(cache.free)[: int(cache.free_count)]
     assert len(set(held.tolist())) == len(held) and not used[held].any()
-    assert len(held) + int(paged.pages_taken(cache).sum()) == cache.pages
+    assert len(held) + int(cache.pages_taken().sum()) == cache.pages
 
     def fill(x, mask, value):
         return None if x is None else jnp.where(jnp.asarray(mask), x, jnp.asarray(value, x.dtype))
@@ -113,10 +112,11 @@ class Case:
     shift: int
     local: tuple[int | None, ...]
 
-    @property
-    def sizes(self):
-        layers, batch, heads, _, dim = self.k.shape
-        return dict(layers=layers, batch=batch, kv_heads=heads, head_dim=dim)
+    def spec(self, dtype=F32, **kwargs):
+        layers, _, heads, _, dim = self.k.shape
+        return CacheSpec(
+            layers, heads, dim, dtype, window=self.window, shift=self.shift, local_windows=self.local, **kwargs
+        )
 
     def expected(self):
         """Outputs [L, B, Hq, T, D] and, after each column, live counts [T, L, B, H]."""
@@ -158,17 +158,15 @@ def random_case(
     )
 
 
-def make(case, module, dtype=F32, page=4, pages=None, **kwargs):
-    length = case.k.shape[3]
+def make(case, module, dtype=F32, page=4, pages=None, max_positions=None, **kwargs):
+    _, batch, _, length, _ = case.k.shape
     if module is paged:
         width = -(-length // page) + 1
         heads = np.prod(case.k.shape[:3])
         kwargs |= dict(page=page, width=width, pages=pages or int(heads * width))
     else:
         kwargs |= dict(slots=length)
-    return module.init(
-        **case.sizes, dtype=dtype, window=case.window, shift=case.shift, local_windows=case.local, **kwargs
-    )
+    return module.init(case.spec(dtype, max_positions=max_positions), batch, **kwargs)
 
 
 def run(case, cache, module, chunks, check=None, poisoned=True, dtype=F32):
@@ -190,7 +188,6 @@ def run(case, cache, module, chunks, check=None, poisoned=True, dtype=F32):
             jnp.asarray(case.evict[..., cut]),
             jnp.asarray(case.valid[:, cut]),
             local,
-            module=module,
             scale=case.k.shape[-1] ** -0.5,
             window_less=case.window is None,
         )
@@ -241,9 +238,9 @@ def check_against(case, module, cache, chunks, tolerance=1e-5, dtype=F32):
 
     def check(cache, columns):
         if module is paged:
-            got = np.asarray(paged.live(cache))
+            got = np.asarray(cache.live())
             np.testing.assert_array_equal(got, live[columns - 1])
-            assert (np.asarray(paged.pages_taken(cache)) <= -(-got // cache.page) + 1).all()
+            assert (np.asarray(cache.pages_taken()) <= -(-got // cache.page) + 1).all()
             assert int(cache.lost) == 0
 
     got, cache = run(case, cache, module, chunks, check, dtype=dtype)
@@ -393,7 +390,7 @@ def test_release_restores_the_pool():
     before = allocator(new)
     _, cache = run(case, new, paged, chunkings(23, 32, 7))
     lengths = np.asarray(cache.lengths)
-    cache = paged.release(cache, jnp.array([True, False]))
+    cache = cache.release(jnp.array([True, False]))
     poison(cache)
     assert not np.asarray(cache.lengths)[:, 0].any()
     np.testing.assert_array_equal(np.asarray(cache.lengths)[:, 1], lengths[:, 1])
@@ -401,7 +398,7 @@ def test_release_restores_the_pool():
     case.valid[1] = False
     got, _ = run(case, jax.tree.map(jnp.copy, cache), paged, chunkings(23, 32, 7))
     np.testing.assert_allclose(got[:, 0], case.expected()[0][:, 0, :, :32], rtol=0, atol=1e-5)
-    for a, b in zip(before, allocator(paged.release(cache, jnp.array([True, True]))), strict=True):
+    for a, b in zip(before, allocator(cache.release(jnp.array([True, True]))), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -431,7 +428,7 @@ def test_a_full_pool_is_counted_and_harms_no_one():
     case.q, case.k, case.v, case.evict = (x[:, :, :, 30:] for x in (case.q, case.k, case.v, case.evict))
     case.valid = case.valid[:, 30:]
     full = dataclasses.replace(cache, lost=jnp.int32(0))
-    room = paged.release(full, jnp.array([True, False]))
+    room = full.release(jnp.array([True, False]))
     got, room = run(case, room, paged, [1] * 8)
     assert int(room.lost) == 0 and np.isfinite(got).all() and np.isfinite(wide).all()
 
@@ -440,10 +437,10 @@ def test_growing_by_buckets_changes_nothing():
     case = random_case(np.random.default_rng(7), window=4, shift=1, rate=0.2)
     want, _ = case.expected()
     small = make(case, paged, pages=4)
-    small = paged.repack(small, jnp.arange(2), pages=4, width=1)
+    small = small.repack(jnp.arange(2), (4, 1))
     start, outs = 0, []
     for size in [7, 7, 9, *[1] * 9]:
-        assert not bool(paged.fits(small, 999))
+        assert not bool(small.fits(999))
         with pytest.raises(capacity.CapacityError, match="the cache is full"):
             capacity.ensure(small, 999, "error")
         small = capacity.ensure(small, size)
@@ -476,6 +473,7 @@ def test_evicting_for_room_keeps_the_window_and_counts():
                 np.testing.assert_allclose(k[b, h, slot], case.k[layer, b, h, position], rtol=1e-6)
     with pytest.raises(capacity.CapacityError, match="nothing outside the window"):
         capacity.ensure(cache, 100, "evict")
+    np.testing.assert_array_equal(np.asarray(cache.trimmed), trimmed)  # refused, it is as before
     with pytest.raises(ValueError, match="when_full"):
         capacity.ensure(make(case, paged), 1, "shrink")
 
@@ -539,10 +537,10 @@ def test_dropping_slots_and_overwriting_victims():
                 held[b][h].remove(int(at))
             held[b][h].add(t)
         q, k, v = (jnp.asarray(x[0, :, :, t : t + 1], F32) for x in (case.q, case.k, case.v))
-        out, cache = paged.attend(
-            cache, 0, q, k, v, None, jnp.ones((2, 1), bool), scale=0.3, victim=jnp.asarray(victim, jnp.int32)
+        out, cache = cache.attend(
+            0, q, k, v, None, jnp.ones((2, 1), bool), scale=0.3, victim=jnp.asarray(victim, jnp.int32)
         )
-        cache = poison(paged.advance(cache, jnp.ones((2, 1), bool)))
+        cache = poison(cache.advance(jnp.ones((2, 1), bool)))
         check()
         seen = np.zeros((2, 2, 1, 30), bool)
         for b, h in np.ndindex(2, 2):
@@ -608,7 +606,7 @@ def test_no_step_copies_the_pool():
         def steps(cache, q, k, v, evict):
             def step(state):
                 i, cache, _ = state
-                cache, out = forward(cache, q, k, v, evict, jnp.ones((2, 1), bool), None, module=paged, scale=0.3)
+                cache, out = forward(cache, q, k, v, evict, jnp.ones((2, 1), bool), None, scale=0.3)
                 return i + 1, cache, out
 
             return jax.lax.while_loop(lambda s: s[0] < 5, step, (0, cache, jnp.zeros(q.shape)))
@@ -627,17 +625,19 @@ def test_no_step_copies_the_pool():
 def test_bad_arguments():
     case = random_case(np.random.default_rng(17), window=4, shift=1)
     with pytest.raises(ValueError, match="window must be"):
-        paged.init(**case.sizes, dtype=F32, pages=1, width=1, window=-1)
+        dataclasses.replace(case.spec(), window=-1)
     with pytest.raises(ValueError, match="shift must be"):
-        paged.init(**case.sizes, dtype=F32, pages=1, width=1, shift=2)
+        dataclasses.replace(case.spec(), shift=2)
+    with pytest.raises(ValueError, match="1 local_windows do not fit 2 layers"):
+        dataclasses.replace(case.spec(), local_windows=(3,))
     with pytest.raises(ValueError, match="at least 1"):
-        paged.init(**case.sizes, dtype=F32, pages=0, width=1)
+        paged.init(case.spec(), 2, pages=0, width=1)
     one = [jnp.asarray(x[0, :, :, :1], F32) for x in (case.q, case.k, case.v)]
     flags, valid = jnp.ones((2, 2, 1), bool), jnp.ones((2, 1), bool)
-    never = paged.init(**case.sizes, dtype=F32, pages=9, width=9)
+    never = paged.init(dataclasses.replace(case.spec(), window=None), 2, pages=9, width=9)
     with pytest.raises(ValueError, match="never evicts"):
-        paged.attend(never, 0, *one, flags, valid, scale=1.0)
+        never.attend(0, *one, flags, valid, scale=1.0)
     with pytest.raises(ValueError, match="without sliding windows"):
-        paged.attend(never, 0, *one, None, valid, scale=1.0, local_window=jnp.int32(4))
+        never.attend(0, *one, None, valid, scale=1.0, local_window=jnp.int32(4))
     with pytest.raises(ValueError, match="victim needs"):
-        paged.attend(make(case, paged), 0, *one, flags, valid, scale=1.0, victim=jnp.zeros((2, 2), jnp.int32))
+        make(case, paged).attend(0, *one, flags, valid, scale=1.0, victim=jnp.zeros((2, 2), jnp.int32))

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 import kvsparse_jax as kvs
-from kvsparse_jax import generation
 from kvsparse_jax.errors import InputError, RunError
+from kvsparse_jax.generation.answer import Answer
+from kvsparse_jax.generation.decode import Model, State, decode, prefill, with_head
+from kvsparse_jax.generation.requests import request
 from kvsparse_jax.models import decoder
 from kvsparse_jax.tokenizer import StreamDecoder
 
@@ -242,7 +244,7 @@ def test_interrupt_while_waiting(dms, monkeypatch):
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(generation.Session, "_read", interrupted)
+        patch.setattr(kvs.Session, "_read", interrupted)
         with pytest.raises(KeyboardInterrupt):
             session.generate(6, **GREEDY)
     assert session.tokens == [prompt + whole[:6]]
@@ -345,7 +347,7 @@ class Bytes:
 def test_answers_hold_back(stop):
     """Whatever was given out stays: no half characters, no beginning of a stop string, and nothing after it."""
     for text in ("caf\u00e9?\u00e9!x", "ax\u20acx\u20ac", "xxyxy", "aaab", "x"):
-        answer = generation._Answer(Bytes(), [stop, "no such"], 100, "length")
+        answer = Answer(Bytes(), [stop, "no such"], 100, "length")
         given = ""
         for byte in text.encode():
             if answer.reason is None:
@@ -355,7 +357,7 @@ def test_answers_hold_back(stop):
             given += answer.end("length")
         assert given == answer.text == text.partition(stop)[0]
         assert answer.reason == ("stop" if stop in text else "length")
-    cut = generation._Answer(Bytes(), [], 1, "length")
+    cut = Answer(Bytes(), [], 1, "length")
     assert cut.push("é".encode()[0]) == "\ufffd" and cut.reason == "length"
 
 
@@ -380,25 +382,25 @@ def test_chat_turns_extend_the_template(llama):
 def test_compilations(llama):
     """100 steps, streamed or not, are one program; prompts of 20 lengths are one for each bucket."""
     options = {"capacity": 248, "page_size": 4}  # used by no other test
-    prefills, loops = generation._prefill._cache_size(), generation._decode._cache_size()
+    prefills, loops = prefill._cache_size(), decode._cache_size()
     for n in range(27, 67, 2):
         llama.generate(prompts_of(llama, (n,)), 2, **GREEDY, **options)
-    assert generation._prefill._cache_size() - prefills == len({32, 48, 64})
+    assert prefill._cache_size() - prefills == len({32, 48, 64})
     session = llama.session(**options)
     session.append(prompts_of(llama, (33,))[0])
     session.generate(100, **GREEDY)
     for _ in session.stream(20, temperature=[1.0], top_p=0.5, stop="no such", stop_ids=[3]):
         pass
-    assert generation._decode._cache_size() - loops == 1
+    assert decode._cache_size() - loops == 1
 
 
 def test_the_pool_is_not_copied(dms):
     """The loop updates the cache in place: what XLA needs besides the arguments is far less than the pool."""
     session = dms.session()
     session.append([5, 6, 7])
-    turn = session._start(generation._request(dms, 1, 4))
-    tree = (session._params, dms.policy, turn.request.settings, turn.request.stops, session._store().cache)
-    params, policy, settings, stops, cache = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    turn = session._start(request(dms.config, dms.tokenizer, 1, 4))
+    tree = (session.model, turn.request.sampler, session._store().cache)
+    model, sampler, cache = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
     pages = 100_000  # never allocated, only compiled for
     names = ("k", "v", "expires", "free")
     large = {
@@ -407,7 +409,7 @@ def test_the_pool_is_not_copied(dms):
     }
     cache = dataclasses.replace(cache, **large)
     row, step = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
-    lowered = generation._decode.lower(params, dms.config, policy, settings, stops, cache, row, row, None, step)
+    lowered = decode.lower(model, sampler, State(cache, row, row, None), step)
     memory = lowered.compile().memory_analysis()
     pool = 2 * pages * 64 * dms.config.head_dim * 4
     assert memory.alias_size_in_bytes > pool
@@ -415,9 +417,9 @@ def test_the_pool_is_not_copied(dms):
 
 
 def test_tied_head_is_transposed_once(llama):
-    params = generation._with_head(llama.params)
-    assert params["head"] is generation._with_head(dict(llama.params))["head"]
-    np.testing.assert_array_equal(params["head"], decoder.head_kernel(llama.params))
+    model = with_head(Model(llama.params, llama.policy, llama.config))
+    assert model.params["head"] is with_head(Model(dict(llama.params), kvs.Dense(), llama.config)).params["head"]
+    np.testing.assert_array_equal(model.params["head"], decoder.head_kernel(llama.params))
 
 
 # Reports and capacity
@@ -467,6 +469,7 @@ def test_when_full(llama):
     free = llama.generate([prompt], 60, **GREEDY, **CACHE)
     grown = llama.generate([prompt], 60, **GREEDY, **small, when_full="grow")
     assert grown.tokens == free.tokens and grown.cache.pages.sum() == heads * 25
+    assert grown.cache.grown >= 1 and free.cache.grown == 0
     session = llama.session(**small, when_full="error")
     session.append(prompt)
     with pytest.raises(RunError, match="the cache is full"):

@@ -15,32 +15,35 @@ the slots that it frees by rank, and what is flagged and outside the window at i
 sliding-window layers can free more slots than they fill: the last entries then move into the holes.
 
 Running out of pages or of table width never overwrites anything: the token is not stored and ``lost`` counts it.
-Callers ask :func:`fits` first and grow the pool or trim it (:mod:`kvsparse_jax.cache.capacity`).
+Callers ask :meth:`PagedCache.fits` first and grow the pool or trim it (:mod:`kvsparse_jax.cache.capacity`).
 """
 
 import dataclasses
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Self, final
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
-from jax.typing import DTypeLike
 
+from kernels.blockwise import xla as blockwise
 from kernels.ragged_decode.api import ragged_attention
 from kernels.ragged_decode.partial import Partial, merge, normalise
 from kernels.visibility import NEVER
-from kernels.visibility import expires as last_query
-from kvsparse_jax.cache import blockwise
+from kvsparse_jax.cache.base import Cache, Size, bucket, register
 from kvsparse_jax.cache.quantise import Quantisation, dequantise, quantise, storage_dtype
+from kvsparse_jax.cache.spec import CacheSpec
 
 
-@dataclasses.dataclass(frozen=True)
-class PagedCache:
+@final
+@register
+@dataclass(frozen=True)
+class PagedCache(Cache):
     """State of the cache. L layers, B sequences (rows), H KV heads, D channels, P pages of ``page`` slots.
 
+    ``k`` is [P, D, page], channels first, ``v`` [P, page, D].
+
     Attributes:
-        k: [P, D, page], keys, channels first.
-        v: [P, page, D].
         k_scale, v_scale: [P, page] float32, for 8-bit pools; else None.
         expires: [P, page] int32.
         free: [P] int32; ``free[:free_count]`` are the pages that nobody holds, taken from the end.
@@ -48,17 +51,8 @@ class PagedCache:
         tables: [L, B, H, width] int32; page of each run of slots, P where there is none.
         lengths: [L, B, H] int32.
         ring: [L, B, H, R] int32.
-        seen: [B] int32, tokens seen = position of the next token.
-        flagged: [L, B, H] int32, decisions to evict so far.
-        lost: int32 scalar, entries that found no room (0, or the results are not to be trusted).
-        trimmed: [L, B, H] int32, entries given up to make room (capacity outcome "evict").
-        window: delay of the eviction in tokens; None: the policy never flags a token.
-        shift: token k + shift decides about token k; 0 or 1.
-        local: some layer has a sliding window of its own.
     """
 
-    k: Array
-    v: Array
     k_scale: Array | None
     v_scale: Array | None
     expires: Array
@@ -67,13 +61,6 @@ class PagedCache:
     tables: Array
     lengths: Array
     ring: Array
-    seen: Array
-    flagged: Array
-    lost: Array
-    trimmed: Array
-    window: int | None
-    shift: int
-    local: bool
 
     @property
     def pages(self) -> int:
@@ -86,67 +73,197 @@ class PagedCache:
         return self.expires.shape[1]
 
     @property
+    def pool(self) -> list[Array]:
+        """Keys, values, scales and ``expires``."""
+        return [x for x in (self.k, self.v, self.k_scale, self.v_scale, self.expires) if x is not None]
+
+    @property
     def slots(self) -> int:
         """Slots that a head's table can name."""
         return self.tables.shape[3] * self.page
 
+    @property
+    def size(self) -> Size:
+        """(pages, entries of a page table)"""
+        return self.pages, self.tables.shape[3]
 
-_STATIC = ("window", "shift", "local")
-jax.tree_util.register_dataclass(
-    PagedCache,
-    data_fields=[f.name for f in dataclasses.fields(PagedCache) if f.name not in _STATIC],
-    meta_fields=list(_STATIC),
-)
+    def attend(
+        self,
+        layer: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        evict: Array | None,
+        valid: Array,
+        *,
+        scale: float,
+        local_window: Array | None = None,
+        victim: Array | None = None,
+        implementation: str | None = None,
+    ) -> tuple[Array, Self]:
+        """See :meth:`Cache.attend`.
+
+        Policies that choose by other rules than the window, such as those with a budget, name a slot to overwrite. That
+        needs one-token steps (T = 1) of a cache with ``window=None`` for a model without sliding windows: there the
+        ring is only as long as the newest token, and no slot is freed by the rule that a victim could collide with.
+
+        Args:
+            layer, q, k, v, evict, valid, scale, local_window: as there.
+            victim: [B, H] int32, slot of a live entry that the new token overwrites; -1: it is appended.
+            implementation: of the attention over the cache, see :func:`ragged_attention`.
+
+        Raises:
+            ValueError: also for a victim where there can be none.
+        """
+        chunk = q.shape[2]
+        layer = jnp.asarray(layer, jnp.int32)
+        if victim is not None and (chunk != 1 or self.window is not None or self.local):
+            raise ValueError("victim needs one-token steps of a cache without window and sliding windows")
+        at = self.positions(valid)
+        cache, last = _decide(self, layer, evict, at, valid, local_window)
+
+        def past(cache: Self, at: Array | None) -> Partial:
+            table, length, _ = _read(cache, layer)
+            return ragged_attention(
+                q,
+                cache.k,
+                cache.v,
+                table,
+                jnp.where(valid.any(1)[:, None], length, 0),
+                scale=scale,
+                k_scale=cache.k_scale,
+                v_scale=cache.v_scale,
+                expires=None if at is None else cache.expires,
+                q_positions=at,
+                implementation=implementation,
+            )
+
+        if chunk == 1:
+            # Stored first: what the step frees is then gone, and what is left is all visible.
+            if cache.local:
+                cache = _store(cache, layer, k, v, last, at, valid)
+            else:
+                cache = _store_one(cache, layer, k[:, :, 0], v[:, :, 0], last[..., 0], valid[:, 0], victim)
+            part = past(cache, None)
+        else:
+            part = past(cache, at)
+            part = merge(part, blockwise.chunk_attention(q, k, v, at, valid, last, scale=scale))
+            cache = _store(cache, layer, k, v, last, at, valid)
+        out = jnp.where(valid[:, None, :, None], normalise(part), 0)
+        return out.astype(q.dtype), cache
+
+    def release(self, rows: Array) -> Self:
+        """Empties the sequences ``rows`` [B] bool. All released: as new, but for stale pages."""
+        gone = rows[None, :, None]
+        lengths = jnp.where(gone, 0, self.lengths)
+        tables = jnp.where(gone[..., None], self.pages, self.tables)
+        # The free list is rebuilt from the tables, so its order does not depend on history.
+        nth = jnp.arange(tables.shape[3], dtype=jnp.int32)[None, None, None]
+        held = nth < pages_of(self, lengths)[..., None]
+        taken = jnp.zeros((self.pages,), bool).at[jnp.where(held, tables, self.pages)].set(True, mode="drop")
+        ids = jnp.arange(self.pages, dtype=jnp.int32)
+        return dataclasses.replace(
+            self,
+            tables=tables,
+            lengths=lengths,
+            free=jnp.sort(jnp.where(taken, -1, ids), descending=True),
+            free_count=jnp.sum(~taken, dtype=jnp.int32),
+            ring=jnp.where(gone[..., None], -1, self.ring),
+            seen=jnp.where(rows, 0, self.seen),
+            flagged=jnp.where(gone, 0, self.flagged),
+            trimmed=jnp.where(gone, 0, self.trimmed),
+        )
+
+    def live(self) -> Array:
+        """Keys visible to the newest query, [L, B, H] int32: all that are held."""
+        return self.lengths
+
+    def pages_taken(self) -> Array:
+        """Pages that each head holds, [L, B, H] int32."""
+        return pages_of(self, self.lengths)
+
+    def fits(self, tokens: Array | int) -> Array:
+        """See :meth:`Cache.fits`."""
+        more = _more(self, tokens)
+        return (pages_needed(self, tokens) <= self.pages) & (jnp.max(self.lengths + more) <= self.slots)
+
+    def size_for(self, rows: np.ndarray, tokens: np.ndarray) -> Size:
+        """See :meth:`Cache.size_for`."""
+        pages = -(-(np.asarray(self.lengths)[:, rows] + tokens[None, :, None]) // self.page)
+        return bucket(int(pages.sum())), max(self.tables.shape[3], bucket(int(pages.max())))
+
+    def size_for_batch(self, batch: int) -> Size:
+        """As many pages per sequence, and tables as long."""
+        return -(-self.pages * batch // self.seen.shape[0]), self.tables.shape[3]
+
+    def shortage(self, tokens: np.ndarray) -> str:
+        """See :meth:`Cache.shortage`."""
+        lengths = np.asarray(self.lengths) + tokens[None, :, None]
+        return (
+            f"the cache is full: {int(tokens.max())} more tokens may need "
+            f"{int((-(-lengths // self.page)).sum())} pages of {self.pages} and "
+            f"{int(lengths.max())} slots of {self.slots} per head"
+        )
+
+    def repack(self, rows: Array, size: Size) -> Self:
+        """See :meth:`Cache.repack`. Pages come to lie in the order of the tables."""
+        pages, width = size
+        lengths, ring = self.lengths[:, rows], self.ring[:, rows]
+        old = self.tables[:, rows][..., :width]
+        old = jnp.pad(old, ((0, 0), (0, 0), (0, 0), (0, width - old.shape[3])), constant_values=self.pages)
+        nth = jnp.arange(width, dtype=jnp.int32)[None, None, None]
+        held = nth < pages_of(self, lengths)[..., None]
+        new = jnp.where(held, _running(held.astype(jnp.int32)), pages)
+        # Only an overfull pool makes a difference here: a head keeps the slots before its first missing page.
+        kept = jnp.sum(new < pages, -1, dtype=jnp.int32) * self.page
+        short = jnp.maximum(lengths - kept, 0)
+        source = jnp.full((pages,), 0, jnp.int32).at[jnp.where(held, new, pages)].set(old, mode="drop")
+        taken = jnp.sum(new < pages, dtype=jnp.int32)
+        ids = jnp.arange(pages, dtype=jnp.int32)
+        scale = [None if x is None else x[source] for x in (self.k_scale, self.v_scale)]
+        return dataclasses.replace(
+            self,
+            k=self.k[source],
+            v=self.v[source],
+            k_scale=scale[0],
+            v_scale=scale[1],
+            expires=self.expires[source],
+            free=jnp.sort(jnp.where(ids < taken, -1, ids), descending=True),
+            free_count=pages - taken,
+            tables=jnp.minimum(new, pages),
+            lengths=lengths - short,
+            ring=jnp.where(ring >= (lengths - short)[..., None], -1, ring),
+            seen=self.seen[rows],
+            flagged=self.flagged[:, rows],
+            trimmed=self.trimmed[:, rows],
+            lost=self.lost + jnp.sum(short, dtype=jnp.int32),
+        )
 
 
 def init(
-    *,
-    layers: int,
-    batch: int,
-    kv_heads: int,
-    head_dim: int,
-    dtype: DTypeLike,
-    pages: int,
-    width: int,
-    page: int = 64,
-    window: int | None = None,
-    shift: int = 0,
-    local_windows: tuple[int | None, ...] = (),
-    max_positions: int | None = None,
-    quantisation: Quantisation | None = None,
+    spec: CacheSpec, batch: int, *, pages: int, width: int, page: int = 64, quantisation: Quantisation | None = None
 ) -> PagedCache:
     """An empty cache.
 
     Args:
-        layers, batch, kv_heads, head_dim: L, B, H, D.
-        dtype: of keys and values, when they are not quantised.
+        spec: what it is for.
+        batch: sequences (B).
         pages: capacity of the pool, shared by all layers, sequences and heads.
         width: entries of a page table: a head holds at most ``width * page`` tokens.
         page: slots per page.
-        window: delay of the eviction in tokens (at least 0); None when nothing is ever flagged.
-        shift: 0 or 1.
-        local_windows: per layer, the model's own sliding window or None.
-        max_positions: no sequence gets longer than this, which bounds the ring where a window is longer still.
         quantisation: "int8", "float8_e4m3" or None.
 
     Raises:
         ValueError: a number that makes no sense.
     """
-    if min(layers, batch, kv_heads, head_dim, pages, width, page) < 1:
-        raise ValueError("layers, batch, kv_heads, head_dim, pages, width and page must be at least 1")
-    if window is not None and window < 0:
-        raise ValueError(f"window must be at least 0 tokens or None, not {window}")
-    if shift not in (0, 1):
-        raise ValueError(f"shift must be 0 or 1, not {shift}")
-    reach = max([1, *(w for w in local_windows if w is not None), 1 if window is None else window + 1])
-    if max_positions is not None:
-        reach = min(reach, max(max_positions, 1))
-    stored = dtype if quantisation is None else storage_dtype(quantisation)
-    heads = (layers, batch, kv_heads)
+    if min(batch, pages, width, page) < 1:
+        raise ValueError("batch, pages, width and page must be at least 1")
+    stored = spec.dtype if quantisation is None else storage_dtype(quantisation)
+    heads = (spec.layers, batch, spec.kv_heads)
     scales = [None if quantisation is None else jnp.ones((pages, page), jnp.float32) for _ in range(2)]
     return PagedCache(
-        k=jnp.zeros((pages, head_dim, page), stored),
-        v=jnp.zeros((pages, page, head_dim), stored),
+        k=jnp.zeros((pages, spec.head_dim, page), stored),
+        v=jnp.zeros((pages, page, spec.head_dim), stored),
         k_scale=scales[0],
         v_scale=scales[1],
         expires=jnp.full((pages, page), NEVER, jnp.int32),
@@ -154,14 +271,14 @@ def init(
         free_count=jnp.asarray(pages, jnp.int32),
         tables=jnp.full((*heads, width), pages, jnp.int32),
         lengths=jnp.zeros(heads, jnp.int32),
-        ring=jnp.full((*heads, reach), -1, jnp.int32),
+        ring=jnp.full((*heads, spec.reach), -1, jnp.int32),
         seen=jnp.zeros((batch,), jnp.int32),
         flagged=jnp.zeros(heads, jnp.int32),
         lost=jnp.zeros((), jnp.int32),
         trimmed=jnp.zeros(heads, jnp.int32),
-        window=window,
-        shift=shift,
-        local=any(w is not None for w in local_windows),
+        window=spec.window,
+        shift=spec.shift,
+        local_windows=spec.local_windows,
     )
 
 
@@ -184,11 +301,6 @@ def _write(cache: PagedCache, layer: Array, state: _Layer) -> PagedCache:
     stacks = (cache.tables, cache.lengths, cache.ring)
     new = [lax.dynamic_update_index_in_dim(x, y, layer, 0) for x, y in zip(stacks, state, strict=True)]
     return dataclasses.replace(cache, tables=new[0], lengths=new[1], ring=new[2])
-
-
-def _count(stack: Array, layer: Array, more: Array) -> Array:
-    """Adds [B, H] to one layer of an [L, B, H] counter."""
-    return lax.dynamic_update_index_in_dim(stack, lax.dynamic_index_in_dim(stack, layer, 0, False) + more, layer, 0)
 
 
 class _Place(NamedTuple):
@@ -293,40 +405,18 @@ def _room(cache: PagedCache, table: Array, need: Array) -> Array:
 # Storing
 
 
-def positions(cache: PagedCache, valid: Array) -> Array:
-    """Positions [B, T] of the columns of a chunk, from ``valid`` [B, T]; those of padding mean nothing."""
-    return cache.seen[:, None] + jnp.maximum(jnp.cumsum(valid, 1, dtype=jnp.int32) - 1, 0)
-
-
 def _decide(
     cache: PagedCache, layer: Array, evict: Array | None, at: Array, valid: Array, local_window: Array | None
 ) -> tuple[PagedCache, Array]:
     """Applies the decisions that a chunk emits: writes the pending one, returns ``expires`` [B, H, T] of its tokens."""
-    batch, kv_heads = cache.tables.shape[1:3]
-    shape = (batch, kv_heads, at.shape[1])
-    if cache.window is None or evict is None:
-        if evict is not None:
-            raise ValueError("this cache was made for a policy that never evicts (window=None)")
-        keep = jnp.zeros(at.shape, bool)
-        return cache, jnp.broadcast_to(last_query(at, keep, 0, local_window)[:, None], shape)
-    by_key = blockwise.decided(evict, cache.shift, valid)
-    own = last_query(jnp.broadcast_to(at[:, None], shape), by_key, cache.window, local_window)
-    flagged = jnp.sum(by_key, -1, dtype=jnp.int32)
-    if cache.shift == 1:
-        first = jnp.argmax(valid, 1).astype(jnp.int32)
-        pending = jnp.take_along_axis(evict, first[:, None, None], 2)[..., 0]
-        newest = cache.seen - 1
-        pending = pending & (valid.any(1) & (newest >= 0))[:, None]
-        state = _read(cache, layer)
-        slot = _of_position(state.ring, newest)
-        place = _places(cache, state.table, jnp.where(pending, slot, -1)[..., None])
-        last = last_query(newest, jnp.ones_like(newest, bool), cache.window, local_window)
-        last = jnp.broadcast_to(last[:, None], slot.shape)
-        cache = dataclasses.replace(
-            cache, expires=cache.expires.at[place.page[..., 0], place.offset[..., 0]].set(last, mode="drop")
-        )
-        flagged = flagged + pending.astype(jnp.int32)
-    return dataclasses.replace(cache, flagged=_count(cache.flagged, layer, flagged)), own
+    cache, decisions = cache.decide(layer, evict, at, valid, local_window)
+    if decisions.pending is None or decisions.pending_expires is None:
+        return cache, decisions.expires
+    state = _read(cache, layer)
+    slot = _of_position(state.ring, cache.seen - 1)
+    place = _places(cache, state.table, jnp.where(decisions.pending, slot, -1)[..., None])
+    expires = cache.expires.at[place.page[..., 0], place.offset[..., 0]].set(decisions.pending_expires, mode="drop")
+    return dataclasses.replace(cache, expires=expires), decisions.expires
 
 
 def _of_position(ring: Array, position: Array) -> Array:
@@ -444,87 +534,7 @@ def _store_one(
     return _write(cache, layer, _Layer(table, jnp.where(stored, grown, length), ring))
 
 
-# The interface
-
-
-def attend(
-    cache: PagedCache,
-    layer: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    evict: Array | None,
-    valid: Array,
-    *,
-    scale: float,
-    local_window: Array | None = None,
-    victim: Array | None = None,
-    implementation: str | None = None,
-) -> tuple[Array, PagedCache]:
-    """Attention of new tokens over what is live in the cache and over each other, exact; then stores them.
-
-    T = 1 is a decode step, T > 1 a chunk of a prompt. Call it once per layer and then :func:`advance`.
-
-    Args:
-        cache: the state.
-        layer: int32 scalar.
-        q: [B, Hq, T, D] after RoPE at :func:`positions`.
-        k, v: [B, H, T, D], k after RoPE.
-        evict: [B, H, T] bool as emitted by each token (with shift 1 about the token before it, also across calls);
-            None keeps everything.
-        valid: [B, T] bool, False for padding; the valid columns of a row lie next to each other. A row may have none.
-        scale: multiplies ``<q, k>``.
-        local_window: int32 scalar, the layer's own sliding window (NEVER: full attention), or None.
-        victim: [B, H] int32, slot that the new token overwrites (-1: append), for policies that choose by other rules
-            than the window; only for T = 1 and caches with ``window=None`` and no sliding windows.
-        implementation: of the attention over the cache, see :func:`ragged_attention`.
-
-    Returns:
-        Output [B, Hq, T, D] in the dtype of q (zeros at padding), and the cache.
-    """
-    chunk = q.shape[2]
-    layer = jnp.asarray(layer, jnp.int32)
-    if (local_window is not None) and not cache.local:
-        raise ValueError("this cache was made for a model without sliding windows")
-    if victim is not None and (chunk != 1 or cache.window is not None or cache.local):
-        raise ValueError("victim needs one-token steps of a cache without window and sliding windows")
-    at = positions(cache, valid)
-    cache, last = _decide(cache, layer, evict, at, valid, local_window)
-
-    def past(cache: PagedCache, at: Array | None) -> Partial:
-        table, length, _ = _read(cache, layer)
-        return ragged_attention(
-            q,
-            cache.k,
-            cache.v,
-            table,
-            jnp.where(valid.any(1)[:, None], length, 0),
-            scale=scale,
-            k_scale=cache.k_scale,
-            v_scale=cache.v_scale,
-            expires=None if at is None else cache.expires,
-            q_positions=at,
-            implementation=implementation,
-        )
-
-    if chunk == 1:
-        # Stored first: what the step frees is then gone, and what is left is all visible.
-        if cache.local:
-            cache = _store(cache, layer, k, v, last, at, valid)
-        else:
-            cache = _store_one(cache, layer, k[:, :, 0], v[:, :, 0], last[..., 0], valid[:, 0], victim)
-        part = past(cache, None)
-    else:
-        part = past(cache, at)
-        part = merge(part, blockwise.chunk_attention(q, k, v, at, valid, last, scale=scale))
-        cache = _store(cache, layer, k, v, last, at, valid)
-    out = jnp.where(valid[:, None, :, None], normalise(part), 0)
-    return out.astype(q.dtype), cache
-
-
-def advance(cache: PagedCache, valid: Array) -> PagedCache:
-    """Counts the tokens of a forward pass as seen, after its last layer; valid [B, T]."""
-    return dataclasses.replace(cache, seen=cache.seen + jnp.sum(valid, 1, dtype=jnp.int32))
+# What only this cache can do
 
 
 def drop(cache: PagedCache, layer: Array, mask: Array) -> PagedCache:
@@ -555,85 +565,11 @@ def entries(cache: PagedCache, layer: Array) -> tuple[Array, Array, Array, Array
     return k, v, jnp.where(used, cache.expires[page, offset], 0), used
 
 
-def release(cache: PagedCache, rows: Array) -> PagedCache:
-    """Empties the sequences ``rows`` [B] bool. With every row released the cache is as new, contents of pages aside."""
-    gone = rows[None, :, None]
-    lengths = jnp.where(gone, 0, cache.lengths)
-    tables = jnp.where(gone[..., None], cache.pages, cache.tables)
-    # The free list is rebuilt from the tables, so its order does not depend on history.
-    nth = jnp.arange(tables.shape[3], dtype=jnp.int32)[None, None, None]
-    held = nth < pages_of(cache, lengths)[..., None]
-    taken = jnp.zeros((cache.pages,), bool).at[jnp.where(held, tables, cache.pages)].set(True, mode="drop")
-    ids = jnp.arange(cache.pages, dtype=jnp.int32)
-    return dataclasses.replace(
-        cache,
-        tables=tables,
-        lengths=lengths,
-        free=jnp.sort(jnp.where(taken, -1, ids), descending=True),
-        free_count=jnp.sum(~taken, dtype=jnp.int32),
-        ring=jnp.where(gone[..., None], -1, cache.ring),
-        seen=jnp.where(rows, 0, cache.seen),
-        flagged=jnp.where(gone, 0, cache.flagged),
-        trimmed=jnp.where(gone, 0, cache.trimmed),
-    )
-
-
-def repack(cache: PagedCache, rows: Array, *, pages: int, width: int) -> PagedCache:
-    """A new cache with copies of the sequences ``rows`` [B'] int32, in a pool of another capacity.
-
-    Grows and shrinks the pool, forks a sequence into several (its pages are copied, nothing is shared), reorders and
-    drops rows. Pages come to lie in the order of the tables. Entries that do not fit are lost, and counted: ask
-    :func:`pages_taken` first.
-    """
-    lengths, ring = cache.lengths[:, rows], cache.ring[:, rows]
-    old = cache.tables[:, rows][..., :width]
-    old = jnp.pad(old, ((0, 0), (0, 0), (0, 0), (0, width - old.shape[3])), constant_values=cache.pages)
-    nth = jnp.arange(width, dtype=jnp.int32)[None, None, None]
-    held = nth < pages_of(cache, lengths)[..., None]
-    new = jnp.where(held, _running(held.astype(jnp.int32)), pages)
-    # Only an overfull pool makes a difference here: a head keeps the slots before its first missing page.
-    kept = jnp.sum(new < pages, -1, dtype=jnp.int32) * cache.page
-    short = jnp.maximum(lengths - kept, 0)
-    source = jnp.full((pages,), 0, jnp.int32).at[jnp.where(held, new, pages)].set(old, mode="drop")
-    taken = jnp.sum(new < pages, dtype=jnp.int32)
-    ids = jnp.arange(pages, dtype=jnp.int32)
-    scale = [None if x is None else x[source] for x in (cache.k_scale, cache.v_scale)]
-    return dataclasses.replace(
-        cache,
-        k=cache.k[source],
-        v=cache.v[source],
-        k_scale=scale[0],
-        v_scale=scale[1],
-        expires=cache.expires[source],
-        free=jnp.sort(jnp.where(ids < taken, -1, ids), descending=True),
-        free_count=pages - taken,
-        tables=jnp.minimum(new, pages),
-        lengths=lengths - short,
-        ring=jnp.where(ring >= (lengths - short)[..., None], -1, ring),
-        seen=cache.seen[rows],
-        flagged=cache.flagged[:, rows],
-        trimmed=cache.trimmed[:, rows],
-        lost=cache.lost + jnp.sum(short, dtype=jnp.int32),
-    )
-
-
-def live(cache: PagedCache) -> Array:
-    """Keys visible to the newest query, [L, B, H] int32."""
-    return cache.lengths
-
-
-def pages_taken(cache: PagedCache) -> Array:
-    """Pages that each head holds, [L, B, H] int32."""
-    return pages_of(cache, cache.lengths)
-
-
 def pages_needed(cache: PagedCache, tokens: Array | int) -> Array:
     """Pages that the cache takes at most after ``tokens`` ([B] or one number) more tokens, int32 scalar."""
-    more = jnp.broadcast_to(jnp.asarray(tokens, jnp.int32), cache.seen.shape)[None, :, None]
-    return jnp.sum(pages_of(cache, cache.lengths + more), dtype=jnp.int32)
+    return jnp.sum(pages_of(cache, cache.lengths + _more(cache, tokens)), dtype=jnp.int32)
 
 
-def fits(cache: PagedCache, tokens: Array | int) -> Array:
-    """Whether ``tokens`` ([B] or one number) more tokens are sure to find room, whatever is decided; bool scalar."""
-    more = jnp.broadcast_to(jnp.asarray(tokens, jnp.int32), cache.seen.shape)[None, :, None]
-    return (pages_needed(cache, tokens) <= cache.pages) & (jnp.max(cache.lengths + more) <= cache.slots)
+def _more(cache: PagedCache, tokens: Array | int) -> Array:
+    """[B] or one number as [1, B, 1]."""
+    return jnp.broadcast_to(jnp.asarray(tokens, jnp.int32), cache.seen.shape)[None, :, None]

@@ -1,16 +1,13 @@
 """What a cache holds, in entries and bytes: counted from its arrays, never estimated."""
 
-import dataclasses
+from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kvsparse_jax.cache import paged
-from kvsparse_jax.cache.dense import DenseCache
-from kvsparse_jax.cache.paged import PagedCache
-
-Cache = PagedCache | DenseCache
+from kvsparse_jax.cache.base import Cache
 
 
 def nbytes(cache: Cache) -> int:
@@ -18,25 +15,25 @@ def nbytes(cache: Cache) -> int:
     return sum(x.nbytes for x in jax.tree.leaves(cache))
 
 
-def _pool(cache: PagedCache) -> list[Array]:
-    return [x for x in (cache.k, cache.v, cache.k_scale, cache.v_scale, cache.expires) if x is not None]
-
-
-def page_bytes(cache: PagedCache) -> int:
-    """Bytes of one page with what its slots carry (keys, values, scales, ``expires``)."""
-    return sum(x.nbytes for x in _pool(cache)) // cache.pages
+def page_bytes(cache: Cache) -> int:
+    """Bytes of one page with what its slots carry (keys, values, scales, ``expires``); 0 where there are no pages."""
+    return sum(x.nbytes for x in cache.pool) // max(cache.pages, 1)
 
 
 def used_bytes(cache: Cache, pages: int | None = None) -> int:
     """Bytes in use: pages taken (or ``pages`` of them), page tables and all other bookkeeping; dense: everything."""
-    if isinstance(cache, DenseCache):
-        return nbytes(cache)
     if pages is None:
-        pages = int(np.asarray(paged.pages_taken(cache)).sum(dtype=np.int64))
-    return pages * page_bytes(cache) + nbytes(cache) - sum(x.nbytes for x in _pool(cache))
+        pages = int(np.asarray(counts(cache)[1]).sum(dtype=np.int64))
+    return pages * page_bytes(cache) + nbytes(cache) - sum(x.nbytes for x in cache.pool)
 
 
-@dataclasses.dataclass(frozen=True)
+@jax.jit
+def counts(cache: Cache) -> tuple[Array, Array]:
+    """Keys visible to the newest query, and pages taken, both [L, B, H]."""
+    return cache.live(), cache.pages_taken()
+
+
+@dataclass(frozen=True)
 class CacheReport:
     """Entries and bytes of a cache. L layers, B sequences, H KV heads.
 
@@ -52,6 +49,7 @@ class CacheReport:
         cr_physical: dense_nbytes / used.
         trimmed: entries given up to make room.
         lost: entries that found no room: not 0 means that the outputs are not to be trusted.
+        grown: times that the cache was copied to a larger one, each a compilation for the new size.
     """
 
     seen: np.ndarray
@@ -65,6 +63,7 @@ class CacheReport:
     cr_physical: float
     trimmed: int
     lost: int
+    grown: int = 0
 
 
 def report(cache: Cache, dtype: np.dtype | None = None) -> CacheReport:
@@ -77,30 +76,25 @@ def report(cache: Cache, dtype: np.dtype | None = None) -> CacheReport:
     seen = np.asarray(cache.seen, np.int64)
     flagged = np.asarray(cache.flagged, np.int64)
     layers, _, heads = flagged.shape
-    if isinstance(cache, PagedCache):
-        if cache.k_scale is not None and dtype is None:
-            raise ValueError("the dtype of the model is needed to compare an 8-bit cache with a dense one")
-        live, pages = np.asarray(cache.lengths, np.int64), np.asarray(paged.pages_taken(cache), np.int64)
-        page_size, trimmed = cache.page, int(np.asarray(cache.trimmed).sum())
-    else:
-        live, pages = np.broadcast_to(seen[None, :, None], flagged.shape).copy(), None
-        page_size, trimmed = None, 0
+    if dtype is None and not jnp.issubdtype(cache.v.dtype, jnp.floating):
+        raise ValueError("the dtype of the model is needed to compare an 8-bit cache with a dense one")
+    live, pages = (np.asarray(x, np.int64) for x in counts(cache))
     item = np.dtype(cache.v.dtype if dtype is None else dtype).itemsize
     full = int(seen.sum()) * layers * heads * 2 * cache.v.shape[-1] * item
-    used = used_bytes(cache)
+    used = used_bytes(cache, int(pages.sum()))
     started = seen > 0
     kept = 1 - flagged[:, started] / seen[started][None, :, None]
     mean_kept = float(kept.mean()) if kept.size else 1.0
     return CacheReport(
         seen=seen,
         live=live,
-        pages=pages,
-        page_size=page_size,
+        pages=None if cache.page is None else pages,
+        page_size=cache.page,
         nbytes=nbytes(cache),
         used=used,
         dense_nbytes=full,
         cr_nominal=1 / mean_kept if mean_kept > 0 else float("inf"),
         cr_physical=full / used,
-        trimmed=trimmed,
+        trimmed=int(np.asarray(cache.trimmed).sum()),
         lost=int(cache.lost),
     )

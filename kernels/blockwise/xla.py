@@ -1,4 +1,4 @@
-"""Attention over keys that lie one after another: the tokens of a prefill chunk, or a dense cache. Plain XLA."""
+"""Attention over keys that lie one after another, block by block with an online softmax, in plain XLA."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from jax import Array, lax
 
 from kernels.numerics import accumulator
 from kernels.ragged_decode.partial import EMPTY, Partial, empty
-from kernels.visibility import NEVER, PADDING, decisions_by_key, visible
+from kernels.visibility import NEVER, visible
 
 BLOCK_Q = 256
 """Queries per block."""
@@ -98,11 +98,6 @@ def attention(
         return x[:, :, :length]
 
     return Partial(*map(whole, parts))
-
-
-def decided(evict: Array, shift: int, valid: Array) -> Array:
-    """Decisions about the tokens of a chunk, [B, H, T], from those that they emit; False where there is none (yet)."""
-    return decisions_by_key(evict, shift, False, jnp.where(valid, 0, PADDING)) & valid[:, None]
 
 
 def chunk_attention(
