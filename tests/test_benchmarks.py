@@ -9,12 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvsparse_jax as kvs
-from benchmarks import decode, decode_attention, train_step
+from benchmarks import decode, decode_attention, exactness, train_step
+from kvsparse_jax.errors import RunError
 from kvsparse_jax.evaluate import Sequences
 
 FOLDER = Path(decode.__file__).parent
@@ -218,3 +220,22 @@ def test_train_step(golden_models, tmp_path, monkeypatch):
     found = json.loads((tmp_path / "train_step.json").read_text())
     assert found["throughput_over_plain"] > 0 and found["dms_over_no_dms_32"] > 0
     assert found["temporaries_8192_over_4096"] == 2 and found["compile_64_over_4_layers"] == 16
+
+
+def test_exactness(golden_methods, monkeypatch):
+    """Three turns of four ragged rows; and a cache that drops what it should keep is found out."""
+    lm = kvs.load(golden_methods / "3_model" / "adapter", dtype="float32")
+    rng = np.random.default_rng(0)
+    said = [[rng.integers(3, 101, n).tolist() for n in sizes] for sizes in ((5, 17, 9, 1), (3, 1, 12, 6), (2, 8, 4, 9))]
+    found = exactness.check(lm, said, 4)
+    assert (found["tokens_drawn"], found["tokens_that_differ"]) == (48, 0)
+    assert found["largest_logit_error"] < 1e-4 and found["kept_fraction"] < 0.9
+    gate = exactness.Recorded.gate
+
+    def forgetful(self, params, layer):
+        return gate(self, params, layer) if layer.positions.shape[1] > 1 else jnp.ones_like(gate(self, params, layer))
+
+    monkeypatch.setattr(exactness.Recorded, "gate", forgetful)
+    jax.clear_caches()
+    with pytest.raises(RunError, match="tokens are not the reference's"):
+        exactness.check(lm, said, 20)
