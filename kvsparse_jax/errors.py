@@ -12,8 +12,14 @@ class RunError(RuntimeError):
     """A run that cannot go on, such as a loss that is not finite. The message is one line (exit status 1)."""
 
 
+LARGEST = 2**31 - 1
+"""Largest count that arrays can be indexed with."""
+
+
 def whole(name: str, value: Any, least: int) -> int:
-    """A whole number of at least ``least``. Raises InputError."""
+    """A whole number from ``least`` to :data:`LARGEST`. Raises InputError."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < least:
         raise InputError(f"{name} must be a whole number, at least {least}, not {value!r}")
+    if int(value) > LARGEST:
+        raise InputError(f"{name} must be at most {LARGEST}, not {value!r}")
     return int(value)

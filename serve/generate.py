@@ -75,6 +75,8 @@ def _prompts(args: argparse.Namespace) -> list[str]:
             raise InputError(f"{path} is not UTF-8 text") from None
         except OSError as error:
             raise InputError(f"--prompt-file {path}: {error.strerror}") from None
+        except ValueError as error:  # a path with a null byte
+            raise InputError(f"--prompt-file {str(path)!r}: {error}") from None
     if not texts:
         try:
             texts = [sys.stdin.buffer.read().decode("utf-8")]

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 import kvsparse_jax as kvs
 from kvsparse_jax.models import sharding, weights
+from kvsparse_jax.models.families import read_config
 
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -234,3 +235,12 @@ def test_gradients_carry_checkpoint_names(golden_models: Path) -> None:
     assert named.keys() == stored.keys()
     for name, value in named.items():
         np.testing.assert_array_equal(value, stored[name])
+
+
+@pytest.mark.parametrize(
+    "change", [{"hidden_size": "x"}, {"rope_scaling": "linear"}, {"num_hidden_layers": [2]}, {"rms_norm_eps": {}}]
+)
+def test_a_value_of_the_wrong_kind_is_named(change, golden_models):
+    config = json.loads((golden_models / "llama_tied" / "config.json").read_text())
+    with pytest.raises(kvs.InputError, match=r"config\.json holds a value of the wrong kind"):
+        read_config(config | change)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -530,6 +531,7 @@ def test_no_new_tokens(llama):
         ([[5]], {"prefill_chunk": 0}, "prefill_chunk"),
         ([[5]], {"page_size": 0}, "page_size"),
         ([[5]], {"capacity": 0}, "capacity"),
+        ([[5]], {"capacity": 10**12}, "capacity must be at most 2147483647"),
         ([[5]], {"cache": "disk"}, "cache must be one of paged, dense"),
         ([[5]], {"when_full": "panic"}, "when_full must be one of"),
         ([[5]], {"kv_dtype": "int4"}, "kv_dtype must be one of"),
@@ -547,6 +549,9 @@ def test_bad_input(llama, prompts, options, words):
 
 
 def test_more_bad_input(dms, llama):
+    knows_more = types.SimpleNamespace(encode=lambda text, add_bos: [5, llama.config.vocab_size])
+    with pytest.raises(InputError, match="token ids of row 0: .* is out of range"):
+        dataclasses.replace(llama, tokenizer=knows_more).session().append("text")
     with pytest.raises(InputError, match="no tokenizer"):
         dms.generate(["text"])
     with pytest.raises(InputError, match="no tokenizer"):

@@ -91,6 +91,7 @@ DAMAGES = {
     "no manifest": lambda d: (d / "state" / "manifest.ocdbt").unlink(),
     "no meta": lambda d: (d / "meta" / "metadata").unlink(),
     "meta cut": lambda d: (d / "meta" / "metadata").write_text('{"step": 4, "loa'),
+    "meta empty": lambda d: (d / "meta" / "metadata").write_text("{}"),
 }
 
 

@@ -179,6 +179,8 @@ class RetrofitConfig:
             _at_least(name, getattr(self, name), 1)
         for name in ("window", "fade_steps", "warmup_steps", "save_every", "seed", "weight_decay", "clip"):
             _at_least(name, getattr(self, name), 0)
+        if self.seed >= 2**63:
+            raise InputError(f"seed must be below 2**63, not {self.seed}")
         for name in ("tau", "lr", "lora_alpha", "init_slope"):
             _positive(name, getattr(self, name))
         for name in ("cr_steps", "mesh_data"):

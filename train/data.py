@@ -503,13 +503,15 @@ class _Cutter:
 
     def __call__(self, document: int) -> list[np.ndarray]:
         """The pieces of a document, int32; none when it has no token but BOS."""
-        content = self.table.content(document)
         try:
+            content = self.table.content(document)
             if isinstance(content, str):
                 ids = self.tokenizer.encode(content, add_bos=True)
             else:
                 # Both arguments are spelt out: implementations differ in what they take for granted.
                 ids = list(self.tokenizer.apply_chat_template(content, add_generation_prompt=False, tokenize=True))
+        except UnicodeDecodeError as error:
+            raise InputError(f"{self.table.path}, document {document} is not UTF-8 text") from error
         except InputError as error:
             raise InputError(f"{self.table.path}, document {document}: {error}") from error
         # A piece from the middle starts as the first one does: models expect their BOS.
@@ -771,7 +773,10 @@ def _open(source: Source, tokenizer: Tokenizer, seed: int, split: Split, length:
         table = _Builtin(source.path, documents, "messages" if chat else "text")
     else:
         parts = _datasets(source)
-        column, chat = _column(source, parts)
+        try:
+            column, chat = _column(source, parts)
+        except UnicodeDecodeError as error:
+            raise InputError(f"{source.path} is not UTF-8 text") from error
         table = _Column(source.path, parts, column, chat)
     if chat and not tokenizer.has_chat_template:
         hint = "" if table.builtin else "; name a text column (#column=NAME) or use a model with one"

@@ -172,6 +172,8 @@ class Store:
             meta = self.meta(step)
         except expected as error:
             return _reason(error)
+        if not meta:
+            return "its metadata is empty"
         check(meta)
         try:
             return Saved(step, self.restore(step, like), meta)

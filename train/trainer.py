@@ -336,7 +336,8 @@ def to_device(batch: data.Batch, mesh: Mesh, accumulate: int) -> Batch:
 
 def _exports(output: Path) -> list[Path]:
     """Exports on the way, by compression ratio."""
-    return sorted((output / "exports").glob("cr-*"), key=lambda path: int(path.name[3:]))
+    found = [path for path in (output / "exports").glob("cr-*") if path.name[3:].isdecimal()]
+    return sorted(found, key=lambda path: int(path.name[3:]))
 
 
 def _say(line: str) -> None:
@@ -562,7 +563,7 @@ class _Run:
         return saved
 
     def _compare(self, meta: dict[str, Any]) -> None:
-        if found := differences(meta["config"], plain(self.config)):
+        if found := differences(meta.get("config") or {}, plain(self.config)):
             raise InputError(f"the checkpoint is of a different configuration: {'; '.join(found)}")
 
     def _truncate(self) -> None:
@@ -573,7 +574,7 @@ class _Run:
         if path.exists():
             kept = []
             for line in path.read_text(encoding="utf-8").splitlines():
-                with contextlib.suppress(ValueError):  # a line that was being written when the run was killed
+                with contextlib.suppress(ValueError, TypeError, KeyError):  # cut off, or not ours
                     if json.loads(line)["step"] <= self.step:
                         kept.append(line)
             path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")

@@ -136,7 +136,8 @@ class Session:
     def _append(self, rows: Sequence[Prompt], ahead: int, prefill_chunk: int | None) -> None:
         """:meth:`append`, and makes room for ``ahead`` more tokens."""
         self._begin()
-        new = [self._ids_of(one, row) for row, one in enumerate(rows)]
+        vocab = self.model.config.vocab_size  # a tokenizer may know more than the model
+        new = [token_ids(self._ids_of(one, row), vocab, f"token ids of row {row}") for row, one in enumerate(rows)]
         limit = self.model.config.max_positions
         for row, ids in enumerate(new):
             total = self._length(row) + len(ids)
@@ -235,7 +236,7 @@ class Session:
         if isinstance(content, str):
             return needed(self.tokenizer).encode(content, add_bos=self._length(row) == 0)
         if not is_messages(content):
-            return token_ids(content, self.model.config.vocab_size, f"token ids of row {row}")
+            return content  # type: ignore[return-value]  # the caller checks
         tokenizer = needed(self.tokenizer)
         messages: Sequence[Message] = content  # type: ignore[assignment]
         if self._length(row) == 0:

@@ -81,6 +81,15 @@ def read_config(config: dict[str, Any], generation: dict[str, Any] | None = None
     Raises:
         InputError: a family, activation, rope type or layer type that is not supported, or a key that is missing.
     """
+    try:
+        return _read(config, generation)
+    except InputError:
+        raise
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError, ZeroDivisionError) as error:
+        raise InputError(f"config.json holds a value of the wrong kind: {error}") from error
+
+
+def _read(config: dict[str, Any], generation: dict[str, Any] | None) -> ModelConfig:
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
         named = ", ".join(config.get("architectures") or []) or "no architecture named"
