@@ -29,9 +29,9 @@ from jax import Array
 import kvsparse_jax as kvs
 from kernels import delayed_attention
 from kvsparse_jax import cli
-from kvsparse_jax.lm import positions_of
 from kvsparse_jax.models import decoder
 from kvsparse_jax.models.config import ModelConfig
+from kvsparse_jax.whole import positions_of
 from train import losses, step
 
 _KEY = jax.random.key(0)

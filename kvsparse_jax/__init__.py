@@ -8,8 +8,9 @@ lm.logits(input_ids)
 from kvsparse_jax.cache.report import CacheReport
 from kvsparse_jax.errors import InputError, RunError
 from kvsparse_jax.generation import GenerateOutput, Piece, Replay, Session
-from kvsparse_jax.lm import LM, decision_logits, load
+from kvsparse_jax.lm import LM, load
 from kvsparse_jax.policies import DMS, Dense, Policy, StreamingLLM
+from kvsparse_jax.whole import decision_logits
 
 __all__ = [
     "DMS",

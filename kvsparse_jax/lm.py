@@ -1,21 +1,18 @@
 """The language model object that notebooks and commands hold: weights, policy and tokenizer behind a few methods."""
 
 import dataclasses
-import functools
 import os
 import pathlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 from jax.typing import ArrayLike, DTypeLike
 
-from kernels import delayed_attention
 from kernels.visibility import PADDING
 from kvsparse_jax import checkpoint, generation, hub
 from kvsparse_jax.errors import InputError
@@ -24,6 +21,7 @@ from kvsparse_jax.models.config import ModelConfig, read_json
 from kvsparse_jax.policies import DMS, Dense, Policy
 from kvsparse_jax.sampling import PerRow
 from kvsparse_jax.tokenizer import Tokenizer
+from kvsparse_jax.whole import full_logits
 
 
 @dataclass(frozen=True)
@@ -175,69 +173,3 @@ def load(
         source=directory,
         mesh=mesh,
     )
-
-
-def positions_of(segment_ids: Array) -> Array:
-    """Positions [B, T] int32 of tokens in their segments of contiguous columns; 0 at padding."""
-    column = jnp.broadcast_to(jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None], segment_ids.shape)
-    starts = jnp.concatenate(
-        [jnp.ones_like(segment_ids[:, :1], bool), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1
-    )
-    first = jax.lax.cummax(jnp.where(starts, column, jnp.zeros_like(column)), axis=1)
-    return jnp.where(segment_ids > PADDING, column - first, jnp.zeros_like(column))
-
-
-@functools.partial(jax.jit, static_argnames="config")
-def full_hidden(
-    params: decoder.Params, config: ModelConfig, policy: Policy, input_ids: Array, segment_ids: Array
-) -> tuple[Array, Array | None]:
-    """Final hidden states [B, T, E] under the hard rule, and the decision logits [L, B, H, T] (None: no decisions)."""
-
-    def attend(
-        state: None, layer: decoder.Layer, q: Array, k: Array, v: Array, gate: Array | None
-    ) -> tuple[Array, None, Array | None]:
-        out = delayed_attention(
-            q,
-            k,
-            v,
-            gate,
-            window=policy.window,
-            scale=config.scale,
-            shift=policy.shift,
-            segment_ids=segment_ids,
-            local_window=layer.local_window,
-            hard=True,
-        )
-        return out, state, gate
-
-    hidden, _, gates = decoder.forward(params, config, policy, input_ids, positions_of(segment_ids), attend)
-    return hidden, gates
-
-
-@functools.partial(jax.jit, static_argnames="config")
-def full_logits(
-    params: decoder.Params, config: ModelConfig, policy: Policy, input_ids: Array, segment_ids: Array
-) -> Array:
-    """Logits [B, T, V] of whole sequences under the hard rule."""
-    return decoder.logits(params, full_hidden(params, config, policy, input_ids, segment_ids)[0])
-
-
-def decision_logits(lm: LM, input_ids: ArrayLike, attention_mask: ArrayLike | None = None) -> Array:
-    """The policy's decision logits in evaluation, as each token emits them (positive: evict the key it decides about).
-
-    Args:
-        lm: a model whose policy decides by logits (DMS).
-        input_ids: [B, T].
-        attention_mask: [B, T] or None.
-
-    Returns:
-        [L, B, H, T] float32, unshifted; undefined at padding.
-
-    Raises:
-        InputError: the policy has no decision logits.
-    """
-    ids, segments = lm.check(input_ids, attention_mask)
-    gates = full_hidden(lm.params, lm.config, lm.policy, ids, segments)[1]
-    if gates is None:
-        raise InputError(f"the policy {type(lm.policy).__name__} makes no decisions that have logits")
-    return gates

@@ -14,8 +14,8 @@ from kvsparse_jax import corpus, evaluate
 from kvsparse_jax.errors import InputError
 from kvsparse_jax.evaluate import DENSE, EQUAL_MEMORY, Sequences, contest, measure
 from kvsparse_jax.evaluate.__main__ import DEFAULT_LENGTHS, main, parse_lengths
-from kvsparse_jax.lm import full_hidden
 from kvsparse_jax.policies import spec as policy_spec
+from kvsparse_jax.whole import full_hidden
 
 NAMES = ("adapter", "adapter_layer", "borrowed")
 

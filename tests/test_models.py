@@ -12,11 +12,11 @@ import pytest
 
 import kvsparse_jax as kvs
 from kernels.visibility import PADDING
-from kvsparse_jax.lm import positions_of
 from kvsparse_jax.models import decoder, rope
 from kvsparse_jax.models.config import ModelConfig
 from kvsparse_jax.models.families import FAMILIES, read_config
 from kvsparse_jax.policies import LayerInput
+from kvsparse_jax.whole import positions_of
 
 MODELS = ("llama_tied", "llama_rope_llama3", "llama_rope_yarn", "qwen2_bias", "qwen3_sharded", "mistral_sliding")
 DMS_MODELS = ("adapter", "adapter_layer", "borrowed")
@@ -225,7 +225,7 @@ def test_program_size_does_not_grow_with_depth() -> None:
     def lines(layers: int) -> int:
         config = _tiny(layers)
         lm = kvs.LM(config, decoder.init_params(config, jax.random.key(0)))
-        from kvsparse_jax.lm import full_logits
+        from kvsparse_jax.whole import full_logits
 
         ids = jnp.zeros((1, 8), jnp.int32)
         return full_logits.lower(lm.params, config, lm.policy, ids, ids).as_text().count("\n")

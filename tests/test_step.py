@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import kvsparse_jax as kvs
 from kernels.visibility import PADDING
-from kvsparse_jax.lm import positions_of
 from kvsparse_jax.models import decoder
 from kvsparse_jax.models.sharding import make_mesh
+from kvsparse_jax.whole import positions_of
 from train import data, losses
 from train import step as steps
 from train.retrofit import loss_and_grads

@@ -10,12 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kernels import delayed_attention
 from kernels.visibility import PADDING, decisions_by_key
-from kvsparse_jax.lm import positions_of
 from kvsparse_jax.models import decoder
 from kvsparse_jax.models.config import ModelConfig
 from kvsparse_jax.policies import DMS
+from kvsparse_jax.whole import attend, positions_of
 
 _ROUNDS = 6
 _CLOSE = 1e-3
@@ -43,27 +42,10 @@ def _decisions(
 
     ``lift`` is subtracted from every logit before it decides, not from what is returned.
     """
-
-    def attend(
-        state: None, layer: decoder.Layer, q: Array, k: Array, v: Array, gate: Array | None
-    ) -> tuple[Array, None, Array]:
-        assert gate is not None
-        out = delayed_attention(
-            q,
-            k,
-            v,
-            gate - lift.astype(gate.dtype),
-            window=policy.window,
-            scale=config.scale,
-            shift=policy.shift,
-            segment_ids=segments,
-            local_window=layer.local_window,
-            hard=True,
-        )
-        return out, state, decisions_by_key(gate, policy.shift, -jnp.inf, segments)
-
-    _, _, logits = decoder.forward(params, config, policy, ids, positions_of(segments), attend, dtype=dtype)
-    return logits, segments > PADDING
+    attention = attend(config, policy, segments, decide=lambda gate, _: gate - lift.astype(gate.dtype))
+    _, _, gates = decoder.forward(params, config, policy, ids, positions_of(segments), attention, dtype=dtype)
+    by_key = jax.vmap(lambda gate: decisions_by_key(gate, policy.shift, -jnp.inf, segments))(gates)
+    return by_key, segments > PADDING
 
 
 def calibrate(

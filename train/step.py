@@ -12,13 +12,12 @@ import optax
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from kernels import delayed_attention
 from kernels.delayed_eviction.xla import SAVED
 from kernels.visibility import PADDING
-from kvsparse_jax.lm import positions_of
 from kvsparse_jax.models import decoder
 from kvsparse_jax.models.config import ModelConfig
-from kvsparse_jax.policies import DMS, Dense, Policy
+from kvsparse_jax.policies import DMS, Dense
+from kvsparse_jax.whole import attend, positions_of
 from train import losses
 
 Tree = dict[str, Any]
@@ -130,7 +129,7 @@ def _wrap(remat: Remat) -> Callable[[Callable[..., Any]], Callable[..., Any]] | 
 def hidden_states(
     params: Tree,
     config: ModelConfig,
-    policy: Policy,
+    policy: DMS | Dense,
     batch: Batch,
     *,
     noise: Array | None,
@@ -139,32 +138,19 @@ def hidden_states(
     fade: Array | None = None,
 ) -> tuple[Array, Array | None]:
     """Final hidden states [B, T, E] and the decision logits [L, B, H, T] without noise (None: no decisions)."""
-
-    def attend(
-        state: None, layer: decoder.Layer, q: Array, k: Array, v: Array, gate: Array | None
-    ) -> tuple[Array, None, Array | None]:
-        relaxed = policy.relax(gate, layer.extra) if isinstance(policy, DMS) and gate is not None else None
-        out = delayed_attention(
-            q,
-            k,
-            v,
-            relaxed,
-            window=policy.window,
-            scale=config.scale,
-            shift=policy.shift,
-            segment_ids=batch.segment_ids,
-            local_window=layer.local_window,
-            hard=objective.mask == "hard",
-        )
-        return out, state, gate
-
     hidden, _, gates = decoder.forward(
         params,
         config,
         policy,
         batch.input_ids,
         positions_of(batch.segment_ids),
-        attend,
+        attend(
+            config,
+            policy,
+            batch.segment_ids,
+            hard=objective.mask == "hard",
+            decide=policy.relax if isinstance(policy, DMS) else None,
+        ),
         per_layer=noise,
         wrap=_wrap(remat),
         dtype=objective.dtype,

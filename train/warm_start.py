@@ -16,14 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from kernels import delayed_attention
 from kernels.numerics import accumulator
 from kernels.visibility import PADDING
 from kvsparse_jax.errors import InputError
-from kvsparse_jax.lm import LM, full_hidden, positions_of
+from kvsparse_jax.lm import LM
 from kvsparse_jax.models import decoder
 from kvsparse_jax.models.config import ModelConfig
-from kvsparse_jax.policies import DMS, LayerInput, Policy
+from kvsparse_jax.policies import DMS, Dense, LayerInput, Policy
+from kvsparse_jax.whole import attend, full_hidden, positions_of
 
 _FLOOR = 1e-8
 """Smallest importance: keeps the logarithm finite for keys that nothing attends to."""
@@ -118,12 +118,12 @@ class Moments(NamedTuple):
 def _moments(
     params: decoder.Params, config: ModelConfig, ids: Array, segments: Array, *, window: int, shift: int, margin: int
 ) -> Moments:
-    def attend(
+    everything = attend(config, Dense(), segments)
+
+    def observe(
         state: None, layer: decoder.Layer, q: Array, k: Array, v: Array, gate: Any
     ) -> tuple[Array, None, tuple[Array, ...]]:
-        out = delayed_attention(
-            q, k, v, window=0, scale=config.scale, segment_ids=segments, local_window=layer.local_window
-        )
+        out, _, _ = everything(state, layer, q, k, v, None)
         acc = accumulator(q.dtype)
         project = layer.extra.astype(acc).reshape(config.heads, config.head_dim, -1)
         gram = jnp.einsum("hde,hfe->hdf", project, project).reshape(config.kv_heads, -1, *([config.head_dim] * 2))
@@ -143,7 +143,7 @@ def _moments(
         return out, state, (weighted.T @ x, weighted.T @ y, (y * y * weight[:, None]).sum(0), weight.sum())
 
     _, _, (xx, xy, yy, count) = decoder.forward(
-        params, config, _Collect(), ids, positions_of(segments), attend, per_layer=params["layers"]["o"]["kernel"]
+        params, config, _Collect(), ids, positions_of(segments), observe, per_layer=params["layers"]["o"]["kernel"]
     )
     return Moments(xx, xy, yy, count[0])
 

@@ -17,10 +17,11 @@ from kvsparse_jax.evaluate import measure
 from kvsparse_jax.evaluate.match import equal_memory_budget
 from kvsparse_jax.evaluate.results import DENSE, EQUAL_MEMORY, Estimate, Memory, Report, Result, Retrieval, Role
 from kvsparse_jax.evaluate.sequences import Sequences
-from kvsparse_jax.lm import LM, full_hidden
+from kvsparse_jax.lm import LM
 from kvsparse_jax.policies import DMS, Dense, Policy, StreamingLLM
 from kvsparse_jax.policies.spec import Method, describe
 from kvsparse_jax.policies.streaming import SINKS
+from kvsparse_jax.whole import full_hidden
 
 _DEPTHS = 5  # bins of retrieval accuracy over the needle's depth
 _DENSE_BYTES = 2**31  # hidden states of the full cache kept on the host; beyond that they are computed again

@@ -13,10 +13,11 @@ from jax import Array, lax
 from kernels.visibility import NEVER, PADDING, decisions_by_key, expires, visible
 from kvsparse_jax.evaluate.results import Curve, Estimate, Memory, OfKind, Quality, Result, Role
 from kvsparse_jax.evaluate.sequences import Sequences
-from kvsparse_jax.lm import LM, full_hidden, positions_of
+from kvsparse_jax.lm import LM
 from kvsparse_jax.models import decoder
 from kvsparse_jax.policies import Policy
 from kvsparse_jax.policies.spec import describe
+from kvsparse_jax.whole import full_hidden, positions_of
 
 BINS = 32
 """Most bins of the curves over positions."""

@@ -1,0 +1,108 @@
+"""Whole sequences in one pass, without a cache: what evaluation, calibration and training have in common."""
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+
+from kernels import delayed_attention
+from kernels.visibility import PADDING
+from kvsparse_jax.errors import InputError
+from kvsparse_jax.models import decoder
+from kvsparse_jax.models.config import ModelConfig
+from kvsparse_jax.policies import Policy
+
+if TYPE_CHECKING:
+    from kvsparse_jax.lm import LM
+
+
+def positions_of(segment_ids: Array) -> Array:
+    """Positions [B, T] int32 of tokens in their segments of contiguous columns; 0 at padding."""
+    column = jnp.broadcast_to(jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None], segment_ids.shape)
+    starts = jnp.concatenate(
+        [jnp.ones_like(segment_ids[:, :1], bool), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1
+    )
+    first = jax.lax.cummax(jnp.where(starts, column, jnp.zeros_like(column)), axis=1)
+    return jnp.where(segment_ids > PADDING, column - first, jnp.zeros_like(column))
+
+
+def attend(
+    config: ModelConfig,
+    policy: Policy,
+    segment_ids: Array,
+    *,
+    hard: bool = True,
+    decide: Callable[[Array, Any], Array] | None = None,
+) -> decoder.Attend:
+    """Attention for :func:`kvsparse_jax.models.decoder.forward` whose per-layer result is the gate as it was emitted.
+
+    Args:
+        config: of the model.
+        policy: of which the window and the shift count.
+        segment_ids: [B, T] int32, PADDING where there is no token.
+        hard: keys beyond the window are dropped by the sign of the gate; False weighs them by it.
+        decide: (gate [B, H, T], this layer's slice of ``per_layer``) -> the gate that takes effect; None: as emitted.
+    """
+
+    def of_layer(
+        state: Any, layer: decoder.Layer, q: Array, k: Array, v: Array, gate: Array | None
+    ) -> tuple[Array, Any, Array | None]:
+        out = delayed_attention(
+            q,
+            k,
+            v,
+            gate if gate is None or decide is None else decide(gate, layer.extra),
+            window=policy.window,
+            scale=config.scale,
+            shift=policy.shift,
+            segment_ids=segment_ids,
+            local_window=layer.local_window,
+            hard=hard,
+        )
+        return out, state, gate
+
+    return of_layer
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def full_hidden(
+    params: decoder.Params, config: ModelConfig, policy: Policy, input_ids: Array, segment_ids: Array
+) -> tuple[Array, Array | None]:
+    """Final hidden states [B, T, E] under the hard rule, and the decision logits [L, B, H, T] (None: no decisions)."""
+    hidden, _, gates = decoder.forward(
+        params, config, policy, input_ids, positions_of(segment_ids), attend(config, policy, segment_ids)
+    )
+    return hidden, gates
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def full_logits(
+    params: decoder.Params, config: ModelConfig, policy: Policy, input_ids: Array, segment_ids: Array
+) -> Array:
+    """Logits [B, T, V] of whole sequences under the hard rule."""
+    return decoder.logits(params, full_hidden(params, config, policy, input_ids, segment_ids)[0])
+
+
+def decision_logits(lm: "LM", input_ids: ArrayLike, attention_mask: ArrayLike | None = None) -> Array:
+    """The policy's decision logits in evaluation, as each token emits them (positive: evict the key it decides about).
+
+    Args:
+        lm: a model whose policy decides by logits (DMS).
+        input_ids: [B, T].
+        attention_mask: [B, T] or None.
+
+    Returns:
+        [L, B, H, T] float32, unshifted; undefined at padding.
+
+    Raises:
+        InputError: the policy has no decision logits.
+    """
+    ids, segments = lm.check(input_ids, attention_mask)
+    gates = full_hidden(lm.params, lm.config, lm.policy, ids, segments)[1]
+    if gates is None:
+        raise InputError(f"the policy {type(lm.policy).__name__} makes no decisions that have logits")
+    return gates
