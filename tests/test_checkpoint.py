@@ -235,6 +235,8 @@ def test_gradients_carry_checkpoint_names(golden_models: Path) -> None:
     assert named.keys() == stored.keys()
     for name, value in named.items():
         np.testing.assert_array_equal(value, stored[name])
+    with pytest.raises(ValueError, match=r"two parameters are stored as model\.norm\.weight"):
+        weights.by_name([*table, weights.Weight(("model", "embed"), "model.norm.weight")], {"model": lm.params}, 0)
 
 
 @pytest.mark.parametrize(

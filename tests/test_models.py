@@ -177,6 +177,7 @@ def _config(**changes: Any) -> dict[str, Any]:
         (dict(rope_scaling={"rope_type": "wobbly", "factor": 2.0}), "unknown rope type 'wobbly'.*default, linear"),
         (dict(rope_scaling={"rope_type": "llama3", "factor": 2.0}), "needs 'low_freq_factor'"),
         (dict(hidden_act="tanh"), "activation 'tanh' is not supported"),
+        (dict(hidden_act=...), "has no 'hidden_act'"),
         (dict(hidden_size=...), "has no 'hidden_size'"),
         (dict(num_key_value_heads=3), "4 attention heads cannot share 3"),
         (dict(model_type="mistral", rope_theta=...), "no rope_theta"),

@@ -12,7 +12,7 @@ import optax
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from kernels.delayed_eviction.xla import SAVED
+from kernels.delayed_eviction.api import SAVED
 from kernels.visibility import PADDING
 from kvsparse_jax.models import decoder
 from kvsparse_jax.models.config import ModelConfig

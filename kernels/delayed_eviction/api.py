@@ -6,6 +6,9 @@ from jax import Array
 from kernels.delayed_eviction import reference, xla
 from kernels.visibility import log_visibility
 
+SAVED = xla.SAVED
+"""See :data:`kernels.delayed_eviction.xla.SAVED`."""
+
 IMPLEMENTATIONS = {"reference": reference.attention, "xla": xla.attention}
 
 

@@ -163,12 +163,13 @@ def transposed(x: Array) -> Array:
     return lax.optimization_barrier(x.swapaxes(-1, -2))
 
 
-_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "relu": jax.nn.relu,
 }
+"""The gate activations of the MLP, as config.json names them."""
 
 
 def _block(
@@ -202,7 +203,7 @@ def _block(
     out, state, result = attend(state, layer, q.swapaxes(1, 2), k.swapaxes(1, 2), v.swapaxes(1, 2), gate)
     x = x + dense(p["o"], out.swapaxes(1, 2).reshape(batch, length, config.heads * config.head_dim))
     normed = rms_norm(x, p["mlp_norm"], config.rms_eps)
-    hidden = _ACTIVATIONS[config.activation](widen(dense(p["gate"], normed))) * widen(dense(p["up"], normed))
+    hidden = ACTIVATIONS[config.activation](widen(dense(p["gate"], normed))) * widen(dense(p["up"], normed))
     return x + dense(p["down"], narrow(hidden, x.dtype)), state, result
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from kvsparse_jax.errors import InputError
 from kvsparse_jax.models.config import ModelConfig, token_ids
+from kvsparse_jax.models.decoder import ACTIVATIONS
 from kvsparse_jax.models.rope import Rope
 
 Windows = Callable[[dict[str, Any], int], list[int | None]]
@@ -72,8 +73,6 @@ FAMILIES: dict[str, Family] = {
 BORROWED_CHANNEL = "borrowed_channel"
 """Our own key of config.json, for weights that lack a query channel and come without a policy that says so."""
 
-ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
-
 
 def read_config(config: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
     """Turns a config.json (and generation_config.json, for the stop tokens) into a ModelConfig.
@@ -110,7 +109,7 @@ def _read(config: dict[str, Any], generation: dict[str, Any] | None) -> ModelCon
         if hidden % heads:
             raise InputError(f"config.json gives no head_dim, and hidden_size {hidden} / {heads} heads is no integer")
         head_dim = hidden // heads
-    activation = config.get("hidden_act") or config.get("hidden_activation") or "silu"
+    activation = config.get("hidden_act") or config.get("hidden_activation") or need("hidden_act")
     if activation not in ACTIVATIONS:
         raise InputError(f"activation {activation!r} is not supported (supported: {', '.join(ACTIVATIONS)})")
     attention_bias = bool(config.get("attention_bias")) if family.attention_bias is None else family.attention_bias

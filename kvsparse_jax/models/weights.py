@@ -95,6 +95,9 @@ def by_name(weights: list[Weight], tree: Any, layers: int) -> dict[str, Any]:
     """The leaves of ``tree`` under their checkpoint names and in the checkpoint's orientation (arrays stay on device).
 
     Rows whose path is not in the tree are left out, so a tree of trainable parameters or gradients can be partial.
+
+    Raises:
+        ValueError: the table gives two parameters one tensor name.
     """
     found: dict[str, Any] = {}
     for weight in weights:
@@ -103,6 +106,8 @@ def by_name(weights: list[Weight], tree: Any, layers: int) -> dict[str, Any]:
         except KeyError:
             continue
         for i, name in enumerate(weight.names(layers)):
+            if name in found:
+                raise ValueError(f"two parameters are stored as {name}")
             value = leaf[i] if weight.stacked else leaf
             found[name] = value.T if weight.transpose else value
     return found
