@@ -34,6 +34,7 @@ def test_replay_equals_whole_sequences(shape: Any) -> None:
             head_dim=head_dim,
             max_position_embeddings=128,
             rms_norm_eps=1e-6,
+            hidden_act="silu",
             rope_theta=1e4,
             tie_word_embeddings=tied,
         )
