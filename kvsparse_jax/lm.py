@@ -87,6 +87,8 @@ class LM:
         mask = np.ones(ids.shape, bool) if attention_mask is None else np.asarray(attention_mask).astype(bool)
         if mask.shape != ids.shape:
             raise InputError(f"attention_mask {list(mask.shape)} does not fit input_ids {list(ids.shape)}")
+        if (np.abs(np.diff(np.pad(mask, ((0, 0), (1, 1))).astype(np.int8))).sum(1) > 2).any():
+            raise InputError("attention_mask has padding between the tokens of a row")
         vocab = self.config.vocab_size
         bad = ids[mask & ((ids < 0) | (ids >= vocab))]
         if bad.size:

@@ -631,11 +631,11 @@ assert "torch" not in sys.modules
     assert done.stderr == ""  # no progress bars, no warnings
 
 
-@pytest.mark.parametrize("bad", [0, 30])
+@pytest.mark.parametrize("bad", [0, 30, 300])
 def test_text_that_is_not_utf8_is_named(bad, tmp_path):
     """In the first document or in a later one, which only the reading finds."""
     path = tmp_path / "latin.jsonl"
-    lines = [b'{"text": "caf\xe9"}' if i == bad else b'{"text": "a few words of text"}' for i in range(40)]
+    lines = [b'{"text": "caf\xe9"}' if i == bad else b'{"text": "a few words of text"}' for i in range(400)]
     path.write_bytes(b"\n".join(lines) + b"\n")
     with pytest.raises(InputError, match="latin.jsonl"):
         documents_of(str(path))

@@ -179,6 +179,10 @@ class RetrofitConfig:
             _at_least(name, getattr(self, name), 1)
         for name in ("window", "fade_steps", "warmup_steps", "save_every", "seed", "weight_decay", "clip"):
             _at_least(name, getattr(self, name), 0)
+        for name in ("offset", "scale"):
+            if not math.isfinite(getattr(self, name)) or (name == "scale" and not self.scale):
+                nonzero = " and not 0" if name == "scale" else ""
+                raise InputError(f"{name} must be finite{nonzero}, not {getattr(self, name)}")
         if self.seed >= 2**63:
             raise InputError(f"seed must be below 2**63, not {self.seed}")
         for name in ("tau", "lr", "lora_alpha", "init_slope"):

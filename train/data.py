@@ -662,7 +662,11 @@ class _Column:
         index = 0
         for part in self.parts:
             for rows in part.iter(batch_size=1000):
-                for value in rows[self.column]:
+                try:
+                    values = list(rows[self.column])
+                except UnicodeDecodeError as error:
+                    raise InputError(f"{self.path} is not UTF-8 text, at or after document {index}") from error
+                for value in values:
                     yield self._plain(value, index)
                     index += 1
 

@@ -142,7 +142,7 @@ class Store:
     def newest(self, like: Any, check: Check) -> Saved | None:
         """The newest checkpoint that can be read; None if there is none at all.
 
-        Damaged ones are put aside, with a word in the log.
+        Damaged ones after it are put aside, with a word in the log; if none can be read nothing is touched.
 
         Args:
             like: see :meth:`restore`.
@@ -152,12 +152,15 @@ class Store:
             InputError: there are checkpoints, and none can be read.
         """
         steps = self.steps()
+        damaged: list[int] = []
         for step in reversed(steps):
             saved = self.read(step, like, check)
             if isinstance(saved, Saved):
+                for number in damaged:
+                    self._put_aside(number)
                 return saved
             _log.warning("checkpoint %s is damaged and passed over: %s", self.directory / str(step), saved)
-            self._put_aside(step)
+            damaged.append(step)
         if steps:
             raise InputError(f"none of the {len(steps)} checkpoints in {self.directory} can be read")
         return None

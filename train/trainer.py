@@ -441,6 +441,11 @@ class _Run:
         """Starts the next step; on an accelerator this returns before it is done."""
         before = self.loader.state()
         batch = next(self.loader)
+        vocab = self.parts.lm.config.vocab_size
+        if batch.input_ids.max() >= vocab:
+            raise InputError(
+                f"the tokenizer gives token id {batch.input_ids.max()}; the model knows 0 to {vocab - 1} only"
+            )
         fade = self._fade(self.step)
         self.state, metrics = self.advance(
             self.state,
@@ -541,6 +546,11 @@ class _Run:
             saved = self._at(choice)
             store.discard_after(saved.step)
         if saved is None:
+            if (self.output / "model").exists():
+                raise InputError(
+                    f"{self.output} holds a finished model and no checkpoint to go on from; give --resume never to "
+                    "train it anew, or another --output"
+                )
             return
         self.loader.restore(saved.meta["loader"])
         self.state, self.step = saved.state, saved.step

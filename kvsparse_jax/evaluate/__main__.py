@@ -142,6 +142,11 @@ def _run(args: argparse.Namespace) -> int:
         if lm.tokenizer is None:
             raise InputError("the model directory has no tokenizer, so there can be no retrieval prompts")
         prompts = corpus.passkey_prompts(lm.tokenizer, args.passkey, args.passkey_length, args.seed)
+        longest = max(len(p.prompt_ids) + len(p.answer_ids) for p in prompts)
+        if longest > lm.config.max_positions:
+            raise InputError(
+                f"retrieval prompts of {longest} tokens exceed the model's context of {lm.config.max_positions}"
+            )
     report = evaluate(lm, groups, **settings) if groups else report_of(lm, reference)
     if prompts:
         report = dataclasses.replace(report, retrieval=passkey(lm, prompts, **settings))

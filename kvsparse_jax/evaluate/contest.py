@@ -238,6 +238,10 @@ def evaluate(
         raise InputError("a sequence needs at least 2 tokens")
     longest = max(int(n.max()) for n in seen)
     contest = _Contest.of(lm, reference, methods, equal_memory, sinks, longest, batch_size)
+    for method in (methods or {}).values():  # what does not fit is to be said before hours of work
+        for length in lengths:
+            if not isinstance(method, Policy):
+                method(length)
     results: list[Result] = []
     total = sum(len(s.ids) for s in sequences) * contest.passes
     with _Steps(total, "evaluate", "sequences", progress) as steps:

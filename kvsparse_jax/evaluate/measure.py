@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array, lax
 
 from kernels.visibility import NEVER, PADDING, decisions_by_key, expires, visible
+from kvsparse_jax.errors import RunError
 from kvsparse_jax.evaluate.results import Curve, Estimate, Memory, OfKind, Quality, Result, Role
 from kvsparse_jax.evaluate.sequences import Sequences
 from kvsparse_jax.lm import LM
@@ -253,6 +254,9 @@ class Tokens:
         # The last token of a row predicts nothing that is known.
         known = real & (column < real.sum(1, keepdims=True) - 1)
         dense, loss = (_row_means(x[rows], known) for x in (self.loss_dense, self.loss))
+        for what, values in (("the full cache", dense), ("the policy", loss)):
+            if not (np.isfinite(values) & (np.abs(values) < 700)).all():
+                raise RunError(f"the model's loss with {what} is not finite: its weights are not to be trusted")
         change = Estimate.of(loss - dense)
         ratio = math.exp(change.mean)
         return Quality(

@@ -123,7 +123,13 @@ def _read_file(file: Path, column: str) -> list[Content]:
         return [text] if text.strip() else []
     try:
         if file.suffix == ".jsonl":
-            objects = [json.loads(line) for line in text.splitlines() if line.strip()]
+            # Only "\n" ends a line: JSON strings may hold what str.splitlines takes for an end.
+            objects = []
+            for number, line in enumerate(text.split("\n"), 1):
+                try:
+                    objects += [json.loads(line)] if line.strip() else []
+                except json.JSONDecodeError as error:
+                    raise InputError(f"{file}, line {number} is not valid JSON: {error}") from None
         else:
             content = json.loads(text)
             objects = content if isinstance(content, list) else [content]

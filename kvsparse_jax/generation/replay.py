@@ -47,20 +47,18 @@ def replay(
     Args:
         model: the model.
         input_ids: [B, T] int32, valid ids.
-        segment_ids: [B, T] int32, PADDING at padding, left or right of a row's tokens.
+        segment_ids: [B, T] int32, PADDING at padding, which lies left or right of a row's tokens.
         prefill: number of columns that enter as a prompt, left pads included; the rest enters one column at a time.
             None is all of them.
         prefill_chunk: columns per chunk of the prompt; a chunk may hold only padding for a row. None is one chunk.
         **cache_options: see :class:`CacheOptions`.
 
     Raises:
-        InputError: padding between tokens, or ``prefill`` out of range.
+        InputError: ``prefill`` out of range.
         CapacityError: the cache is full and may not grow.
     """
     ids, valid = np.asarray(input_ids), np.asarray(segment_ids) != PADDING
     batch, length = valid.shape
-    if (np.abs(np.diff(np.pad(valid, ((0, 0), (1, 1))).astype(np.int8))).sum(1) > 2).any():
-        raise InputError("attention_mask has padding between the tokens of a row")
     prompt = length if prefill is None else whole("prefill", prefill, 0)
     if prompt > length:
         raise InputError(f"prefill must be at most {length}, the number of columns, not {prompt}")
