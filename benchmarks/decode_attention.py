@@ -11,7 +11,6 @@ donated buffers; times are ratios of medians. Only attention and cache are measu
 
 import argparse
 import dataclasses
-import functools
 import json
 import re
 import statistics
@@ -108,7 +107,7 @@ def filled_dense(args: argparse.Namespace) -> dense.DenseCache:
     )
 
 
-def decode(module: Any, cache: Any, q: Array, k: Array, v: Array, evict: Array | None) -> tuple[Any, Array]:
+def decode(cache: Any, q: Array, k: Array, v: Array, evict: Array | None) -> tuple[Any, Array]:
     """STEPS decode steps: q [L, B, Hq, 1, D], k, v [L, B, H, 1, D], evict [STEPS, L, B, H, 1] or None."""
     layers = jnp.arange(q.shape[0], dtype=jnp.int32)
     valid = jnp.ones((q.shape[1], 1), bool)
@@ -121,11 +120,11 @@ def decode(module: Any, cache: Any, q: Array, k: Array, v: Array, evict: Array |
             cache, total = carry
             index, q, k, v = x
             flags = None if evict is None else evict[i, index]
-            out, cache = module.attend(cache, index, q, k, v, flags, valid, scale=scale)
+            out, cache = cache.attend(index, q, k, v, flags, valid, scale=scale)
             return (cache, total + out.astype(jnp.float32)), None
 
         (cache, total), _ = jax.lax.scan(layer, (cache, total), (layers, q, k, v))
-        return i + 1, module.advance(cache, valid), total
+        return i + 1, cache.advance(valid), total
 
     start = (jnp.int32(0), cache, jnp.zeros(q.shape[1:], jnp.float32))
     _, cache, total = jax.lax.while_loop(lambda s: s[0] < STEPS, step, start)
@@ -175,13 +174,13 @@ def main() -> None:
         "physical_cr": cache.lengths.size * args.context * 4 * args.head_dim / report.used_bytes(cache),
     }
     runs: dict[str, tuple[Callable[..., Any], Any]] = {}
-    for name, module, state, flags in (
-        ("paged", paged, cache, evict),
-        ("dense", dense, None if args.only_paged else filled_dense(args), None),
+    for name, state, flags in (
+        ("paged", cache, evict),
+        ("dense", None if args.only_paged else filled_dense(args), None),
     ):
         if state is None:
             continue
-        step = jax.jit(functools.partial(decode, module), donate_argnums=(0,))
+        step = jax.jit(decode, donate_argnums=(0,))
         compiled = step.lower(state, q, k, v, flags).compile()
         copies = pool_copies(compiled.as_text() or "", {"k": state.k, "v": state.v})
         figures[f"{name}_pool_copies"] = copies

@@ -660,15 +660,14 @@ class _Column:
 
     def contents(self) -> Iterator[Content]:
         index = 0
-        for part in self.parts:
-            for rows in part.iter(batch_size=1000):
-                try:
-                    values = list(rows[self.column])
-                except UnicodeDecodeError as error:
-                    raise InputError(f"{self.path} is not UTF-8 text, at or after document {index}") from error
-                for value in values:
-                    yield self._plain(value, index)
-                    index += 1
+        try:
+            for part in self.parts:
+                for rows in part.iter(batch_size=1000):
+                    for value in rows[self.column]:
+                        yield self._plain(value, index)
+                        index += 1
+        except UnicodeDecodeError as error:  # found when a batch is read, so not known for which of its documents
+            raise InputError(f"{self.path} is not UTF-8 text, at or after document {index}") from error
 
     def _plain(self, value: Any, index: int) -> Content:
         where = f"{self.path}, document {index}, column {self.column!r}"
