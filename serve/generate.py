@@ -113,7 +113,8 @@ def _show(args: argparse.Namespace, prompts: list[str], out: GenerateOutput) -> 
     print(
         f"cache: {report.used / 2**20:.2f} MiB used of {report.nbytes / 2**20:.2f} MiB allocated for "
         f"{int(report.seen.sum())} tokens seen; dense {report.dense_nbytes / 2**20:.2f} MiB; "
-        f"CR physical {report.cr_physical:.2f}, nominal {report.cr_nominal:.2f}",
+        f"CR physical {report.cr_physical:.2f}, nominal {report.cr_nominal:.2f}"
+        + (f"; grown {len(report.grown)} times" if report.grown else ""),
         file=sys.stderr,
     )
 

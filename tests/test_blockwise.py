@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from kernels.blockwise import reference, xla
-from kernels.ragged_decode.partial import normalise
+from kernels.partial import normalise
 from kernels.visibility import NEVER
 
 

@@ -240,9 +240,21 @@ def test_gradients_carry_checkpoint_names(golden_models: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"hidden_size": "x"}, {"rope_scaling": "linear"}, {"num_hidden_layers": [2]}, {"rms_norm_eps": {}}]
+    ("change", "words"),
+    [
+        ({"hidden_size": "x"}, "hidden_size must be a whole number of at least 1, not 'x'"),
+        ({"hidden_size": 96.5}, "hidden_size must be a whole number"),
+        ({"num_hidden_layers": [2]}, "num_hidden_layers must be a whole number"),
+        ({"num_key_value_heads": -2}, "num_key_value_heads must be a whole number"),
+        ({"head_dim": -16}, "head_dim must be a whole number"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings must be a whole number of at least 1"),
+        ({"max_position_embeddings": float("inf")}, "value of the wrong kind"),
+        ({"rope_scaling": "linear"}, "value of the wrong kind"),
+        ({"rms_norm_eps": {}}, "value of the wrong kind"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}, "a rope for each layer type .full_attention."),
+    ],
 )
-def test_a_value_of_the_wrong_kind_is_named(change, golden_models):
+def test_a_value_of_the_wrong_kind_is_named(change, words, golden_models):
     config = json.loads((golden_models / "llama_tied" / "config.json").read_text())
-    with pytest.raises(kvs.InputError, match=r"config\.json holds a value of the wrong kind"):
+    with pytest.raises(kvs.InputError, match=rf"^config\.json.*{words}"):
         read_config(config | change)

@@ -12,9 +12,10 @@ import pytest
 import kvsparse_jax as kvs
 from kvsparse_jax.errors import InputError, RunError
 from kvsparse_jax.generation.answer import Answer
-from kvsparse_jax.generation.decode import Model, State, decode, prefill, with_head
+from kvsparse_jax.generation.decode import BURST, Model, State, decode, prefill, with_head
 from kvsparse_jax.generation.requests import request
 from kvsparse_jax.models import decoder
+from kvsparse_jax.models.sharding import make_mesh
 from kvsparse_jax.tokenizer import StreamDecoder
 
 DMS_MODELS = ["adapter", "adapter_layer", "borrowed"]
@@ -395,6 +396,16 @@ def test_compilations(llama):
     assert decode._cache_size() - loops == 1
 
 
+def test_compilations_without_capacity(llama):
+    """Prompts of 20 lengths are one program for each bucket also when the pool is made to measure."""
+    prefills, loops = prefill._cache_size(), decode._cache_size()
+    for n in range(27, 67, 2):
+        out = llama.generate(prompts_of(llama, (n,)), 2, **GREEDY, page_size=4)
+        assert out.cache.grown == ()
+    assert prefill._cache_size() - prefills == len({32, 48, 64})
+    assert decode._cache_size() - loops <= len({32, 48, 64})
+
+
 def test_the_pool_is_not_copied(dms):
     """The loop updates the cache in place: what XLA needs besides the arguments is far less than the pool."""
     session = dms.session()
@@ -463,6 +474,25 @@ def test_streaming_llm_and_the_pool(llama):
     assert_greedy(lm, [prompt], out.tokens)
 
 
+def test_a_pool_to_measure(dms):
+    """Without ``capacity`` no more is allocated than a bucket of what the next tokens may need; growth is counted."""
+    prompt = prompts_of(dms, (60,))[0]
+    want = dms.generate([prompt], 300, **GREEDY, **CACHE | {"capacity": 400}).tokens
+    session = dms.session(page_size=4)
+    session.append(prompt)
+    heads, sizes = dms.config.layers * dms.config.kv_heads, []
+    for n in (0, 60, 120, 120):
+        session.generate(n, **GREEDY)
+        cache = session._store().cache
+        ahead = int(cache.pages_taken().sum()) + heads * -(-BURST // 4)
+        assert cache.pages <= 1.5 * ahead
+        sizes.append(cache.pages)
+    assert session.tokens[0][60:] == want[0]
+    report = session.report()
+    assert sizes == sorted(sizes) and len(set(sizes)) - 1 == len(report.grown) > 0
+    assert report.grown[-1] == report.nbytes
+
+
 def test_when_full(llama):
     prompt = prompts_of(llama, (40,))[0]
     heads = llama.config.layers * llama.config.kv_heads
@@ -470,7 +500,7 @@ def test_when_full(llama):
     free = llama.generate([prompt], 60, **GREEDY, **CACHE)
     grown = llama.generate([prompt], 60, **GREEDY, **small, when_full="grow")
     assert grown.tokens == free.tokens and grown.cache.pages.sum() == heads * 25
-    assert grown.cache.grown >= 1 and free.cache.grown == 0
+    assert free.cache.grown == () and grown.cache.grown[-1] == grown.cache.nbytes
     session = llama.session(**small, when_full="error")
     session.append(prompt)
     with pytest.raises(RunError, match="the cache is full"):
@@ -486,6 +516,19 @@ def test_when_full(llama):
     assert trimmed.cache.pages.sum() <= heads * 12
     with pytest.raises(RunError, match="the dense cache is full"):
         llama.session(cache="dense", capacity=16, when_full="error").append(prompt)
+
+
+@pytest.mark.parametrize("cache", ["dense", "paged"])
+def test_mesh(golden_models, llama, cache):
+    """Two devices answer as one does; they share a dense cache by KV heads."""
+    lm = kvs.load(golden_models / "llama_tied", dtype="float32", mesh=make_mesh(tensor=2))
+    prompts, options = prompts_of(llama, (20, 3, 9, 33)), CACHE | {"cache": cache}
+    session = lm.session(4, **options)
+    session.append(prompts)
+    assert session.generate(8, **GREEDY).tokens == llama.generate(prompts, 8, **GREEDY, **options).tokens
+    if cache == "dense":
+        k = session._store().cache.k
+        assert k.addressable_shards[0].data.shape[2] == 1 == lm.config.kv_heads // 2
 
 
 # Bad input

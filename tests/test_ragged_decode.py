@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels.partial import EMPTY, Partial, merge, normalise
 from kernels.ragged_decode import xla
 from kernels.ragged_decode.api import IMPLEMENTATIONS, ragged_attention
-from kernels.ragged_decode.partial import EMPTY, Partial, merge, normalise
 
 SHAPES = {
     # batch, query heads, KV heads, queries, channels, page, width, lengths

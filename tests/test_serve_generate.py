@@ -69,6 +69,15 @@ def test_json(command, want, model):
     assert cache["live"] == chats.cache.live.tolist()
     for name in ("used", "nbytes", "dense_nbytes", "cr_nominal", "cr_physical", "page_size"):
         assert cache[name] == getattr(chats.cache, name)
+    assert cache["grown"] == list(chats.cache.grown) == []
+
+
+def test_growth_is_said(command):
+    """How often the cache grew and to how many bytes: in the JSON, and in a word on the standard error."""
+    _, out, err = command("--prompt", "Hello", "--capacity", "8", "--max-new-tokens", "40", "--json")
+    cache = json.loads(out)["cache"]
+    assert cache["grown"] == sorted(cache["grown"]) and cache["grown"][-1] == cache["nbytes"]
+    assert f"grown {len(cache['grown'])} times" in err
 
 
 @pytest.mark.parametrize(

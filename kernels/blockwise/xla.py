@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kernels.numerics import accumulator
-from kernels.ragged_decode.partial import EMPTY, Partial, empty
+from kernels.partial import EMPTY, Partial, empty
 from kernels.visibility import NEVER, visible
 
 BLOCK_Q = 256

@@ -2,8 +2,8 @@
 
 from jax import Array
 
+from kernels.partial import Partial
 from kernels.ragged_decode import reference, xla
-from kernels.ragged_decode.partial import Partial
 
 IMPLEMENTATIONS = {"reference": reference.attention, "xla": xla.attention}
 

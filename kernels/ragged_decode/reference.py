@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kernels.numerics import accumulator
-from kernels.ragged_decode.partial import EMPTY, Partial
+from kernels.partial import EMPTY, Partial
 
 
 def attention(

@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from kernels.numerics import accumulator
-from kernels.ragged_decode.partial import EMPTY, Partial, empty
+from kernels.partial import EMPTY, Partial, empty
 
 ROWS_AT_ONCE = 32
 """Query rows per KV head (group x queries) up to which pages of several heads share an iteration."""

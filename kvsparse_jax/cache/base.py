@@ -156,6 +156,11 @@ class Cache(abc.ABC):
         """Pages that each head holds, [L, B, H] int32; zeros where there are no pages."""
 
     @property
+    def head_axes(self) -> dict[str, int]:
+        """Which axis of which array counts KV heads, for the arrays that a mesh divides by them."""
+        return {}
+
+    @property
     def pages(self) -> int:
         """Pages in the pool; 0 where there are none."""
         return 0

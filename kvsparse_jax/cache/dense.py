@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array, lax
 
 from kernels.blockwise import xla as blockwise
-from kernels.ragged_decode.partial import normalise
+from kernels.partial import normalise
 from kernels.visibility import NEVER, visible
 from kernels.visibility import expires as last_query
 from kvsparse_jax.cache.base import Cache, Size, bucket, register
@@ -110,6 +110,11 @@ class DenseCache(Cache):
             last = last_query(slot, jnp.zeros_like(slot, bool), 0, jnp.asarray(reach, jnp.int32)[:, None, None, None])
         count = jnp.sum(visible(newest, slot, last), -1, dtype=jnp.int32)
         return jnp.broadcast_to(count, self.flagged.shape)
+
+    @property
+    def head_axes(self) -> dict[str, int]:
+        """Keys, values and when they expire."""
+        return {"k": 2, "v": 2} | ({} if self.expires is None else {"expires": 2})
 
     def pages_taken(self) -> Array:
         """Zeros: there are no pages."""

@@ -27,8 +27,8 @@ import numpy as np
 from jax import Array, lax
 
 from kernels.blockwise import xla as blockwise
+from kernels.partial import Partial, merge, normalise
 from kernels.ragged_decode.api import ragged_attention
-from kernels.ragged_decode.partial import Partial, merge, normalise
 from kernels.visibility import NEVER
 from kvsparse_jax.cache.base import Cache, Size, bucket, register
 from kvsparse_jax.cache.quantise import Quantisation, dequantise, quantise, storage_dtype
@@ -76,6 +76,11 @@ class PagedCache(Cache):
     def pool(self) -> list[Array]:
         """Keys, values, scales and ``expires``."""
         return [x for x in (self.k, self.v, self.k_scale, self.v_scale, self.expires) if x is not None]
+
+    @property
+    def head_axes(self) -> dict[str, int]:
+        """The bookkeeping; the pool is every head's."""
+        return {"tables": 2, "lengths": 2, "ring": 2}
 
     @property
     def slots(self) -> int:

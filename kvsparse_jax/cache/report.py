@@ -1,5 +1,6 @@
 """What a cache holds, in entries and bytes: counted from its arrays, never estimated."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -48,8 +49,8 @@ class CacheReport:
         cr_nominal: 1 / mean(1 - flagged / seen), over layers, heads and sequences that have seen a token.
         cr_physical: dense_nbytes / used.
         trimmed: entries given up to make room.
+        grown: bytes allocated after each time that the cache grew, in order; empty: it never did.
         lost: entries that found no room: not 0 means that the outputs are not to be trusted.
-        grown: times that the cache was copied to a larger one, each a compilation for the new size.
     """
 
     seen: np.ndarray
@@ -62,16 +63,17 @@ class CacheReport:
     cr_nominal: float
     cr_physical: float
     trimmed: int
+    grown: tuple[int, ...]
     lost: int
-    grown: int = 0
 
 
-def report(cache: Cache, dtype: np.dtype | None = None) -> CacheReport:
+def report(cache: Cache, dtype: np.dtype | None = None, grown: Sequence[int] = ()) -> CacheReport:
     """Reads a cache (waits for the device).
 
     Args:
         cache: the state.
         dtype: of the model's keys and values, for ``dense_nbytes``; needed for 8-bit pools, else the pool's.
+        grown: see :class:`CacheReport`; the cache itself does not know.
     """
     seen = np.asarray(cache.seen, np.int64)
     flagged = np.asarray(cache.flagged, np.int64)
@@ -96,5 +98,6 @@ def report(cache: Cache, dtype: np.dtype | None = None) -> CacheReport:
         cr_nominal=1 / mean_kept if mean_kept > 0 else float("inf"),
         cr_physical=full / used,
         trimmed=int(np.asarray(cache.trimmed).sum()),
+        grown=tuple(grown),
         lost=int(cache.lost),
     )

@@ -10,15 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from kvsparse_jax.cache import capacity, dense, paged
 from kvsparse_jax.cache.base import Cache, bucket
-from kvsparse_jax.cache.capacity import WhenFull
+from kvsparse_jax.cache.capacity import Tokens, WhenFull
 from kvsparse_jax.cache.quantise import QUANTISATIONS, Quantisation
-from kvsparse_jax.cache.report import CacheReport, page_bytes, report
+from kvsparse_jax.cache.report import CacheReport, nbytes, report
 from kvsparse_jax.cache.spec import CacheSpec
 from kvsparse_jax.errors import InputError, RunError, whole
+from kvsparse_jax.models.sharding import sharding
 
 TABLE_TOKENS = 4096
 """Tokens that a page table has entries for at least, where the model's context is not shorter."""
@@ -32,7 +33,8 @@ class CacheOptions:
         cache: "paged", or "dense": the reference, which masks what is evicted and frees nothing.
         page_size: slots per page.
         capacity: tokens per layer, sequence and KV head, on average, that the pool is made for (a head may take more,
-            at the others' expense); None makes it as large as needed and shrinks it after a prompt.
+            at the others' expense); None makes it as large as the next tokens may need, whatever is decided about them,
+            lets it grow by buckets, and shrinks it after a prompt.
         when_full: "grow" (copy to a larger pool), "evict" (give up entries beyond what the policy evicts) or "error".
         kv_dtype: "int8" or "float8_e4m3" for an 8-bit pool.
     """
@@ -60,22 +62,27 @@ class CacheOptions:
 
 
 class Store:
-    """The cache of ``batch`` rows with its capacity: made when first needed, of the size needed."""
+    """The cache of ``batch`` rows with its capacity: made when first needed, of the size needed.
 
-    def __init__(self, spec: CacheSpec, batch: int, options: CacheOptions, sharding: Sharding):
-        self.spec, self.batch, self.options, self.sharding = spec, batch, options, sharding
+    ``everywhere`` is where arrays go that every device of the model has. On a mesh a dense cache is divided by KV heads
+    where their number allows, like the projections that fill it. The pool of a paged cache is replicated: all heads
+    share it, and one free list says which page is whose next.
+    """
+
+    def __init__(self, spec: CacheSpec, batch: int, options: CacheOptions, everywhere: Sharding):
+        self.spec, self.batch, self.options, self.everywhere = spec, batch, options, everywhere
         self.cache: Cache | None = None
-        self.room = np.zeros(batch, np.int64)  # tokens that are sure to fit
-        self.grown = 0  # times that it was copied to a larger one
+        self.room = np.zeros(batch, np.int64)  # tokens of each row that are sure to fit
+        self.grown: list[int] = []  # bytes allocated after each growth
         need = spec.always_kept
         if options.capacity is not None and options.capacity < need:
             raise InputError(
                 f"capacity of {options.capacity} tokens per head is too small: the newest {need} are never evicted"
             )
 
-    def _make(self, tokens: np.ndarray) -> Cache:
+    def _make(self, least: np.ndarray, most: np.ndarray) -> Cache:
         spec, options = self.spec, self.options
-        page, longest = options.page_size, int(tokens.max())
+        page, longest = options.page_size, max(int(most.max()), 1)
         made: Cache
         if options.cache == "dense":
             slots = longest if options.capacity is None else options.capacity
@@ -83,63 +90,72 @@ class Store:
         else:
             limit = spec.max_positions or TABLE_TOKENS
             if options.capacity is None:
-                pages = bucket(spec.layers * spec.kv_heads * int((-(-tokens // page)).sum()))
+                # A prompt is padded to a bucket of tokens, and its pages are a bucket too: prompts that share a
+                # program of one kind then share that of the other.
+                now, later = (int((-(-x // page)).sum()) for x in (least, most - least))
+                pages = max(bucket(now) + later, 1)
                 slots = max(longest, min(TABLE_TOKENS, limit))
             else:
-                pages = spec.layers * spec.kv_heads * self.batch * -(-options.capacity // page)
+                pages = self.batch * -(-options.capacity // page)
                 slots = limit
+            pages *= spec.layers * spec.kv_heads
             width = bucket(-(-slots // page))
             made = _new_paged(spec, self.batch, pages=pages, width=width, page=page, quantisation=options.kv_dtype)
         # Committed to their devices, as what the compiled functions hand back is: else the second call compiles anew.
-        return jax.device_put(made, self.sharding)
+        return jax.device_put(made, _shardings(made, self.everywhere))
 
-    def reserve(self, tokens: Sequence[int] | np.ndarray, wish: Sequence[int] | np.ndarray | None = None) -> Cache:
-        """The cache, with room for ``tokens`` [B] more tokens of each row; for ``wish`` [B] if room has to be made.
+    def reserve(self, least: Tokens = 0, most: Tokens | None = None) -> Cache:
+        """The cache, with room for ``least`` more tokens (of each row, or [B]), and up to ``most`` where it is free.
+
+        Room is made only when ``least`` does not fit, but if it is made by growing, then for ``most``. ``room`` tells
+        how many tokens are sure to fit.
 
         Raises:
-            CapacityError: it is full and may not grow.
+            CapacityError: it is full and may not grow; it is as before.
         """
-        least = np.asarray(tokens, np.int64)
-        most = least if wish is None else np.maximum(least, np.asarray(wish, np.int64))
+        wanted = np.broadcast_to(np.asarray(least, np.int64), (self.batch,))
+        wish = wanted if most is None else np.maximum(wanted, np.asarray(most, np.int64))
         if self.cache is None:
-            self.cache = self._make(np.maximum(most, 1))
+            self.cache = self._make(wanted, wish)
             if self.options.capacity is None:
-                self.room = most
-        if (least > self.room).any():
-            self.cache, self.room = self._with_room(self.cache, least, most)
+                self.room = wish
+        if (wanted > self.room).any():
+            self._make_room(self.cache, wanted, wish)
         return self.cache
 
-    def _with_room(self, cache: Cache, least: np.ndarray, most: np.ndarray) -> tuple[Cache, np.ndarray]:
-        """A cache with room for ``most`` tokens if it is there or may grow, else for ``least``; and which it was."""
-        if capacity.fits(cache, most):
-            return cache, most
-        if self.options.capacity is not None and capacity.fits(cache, least):
-            return cache, least
-        if self.options.when_full == "grow":
-            self.grown += 1
-            return capacity.grow(cache, most), most
-        return capacity.ensure(cache, least, self.options.when_full), least
+    def _make_room(self, cache: Cache, least: np.ndarray, most: np.ndarray) -> None:
+        room = most
+        while not capacity.fits(cache, room):
+            if (room == least).all():
+                room = most if self.options.when_full == "grow" else least
+                self.cache = capacity.ensure(cache, room, self.options.when_full)
+                if self.options.when_full == "grow":
+                    self.grown.append(nbytes(self.cache))
+                break
+            room = np.maximum(least, room // 2)
+        self.room = room
 
     def took(self, tokens: Sequence[int] | np.ndarray) -> None:
         """Counts tokens [B] that were stored."""
         self.room = np.maximum(self.room - np.asarray(tokens, np.int64), 0)
 
     def shrink(self, ahead: Sequence[int] | np.ndarray) -> None:
-        """Gives back the pool's surplus where it is half of it or more, but for room for ``ahead`` [B] more tokens."""
-        if self.cache is None or self.cache.page is None or self.options.capacity is not None:
+        """Gives back the surplus where it is half or more, but for room for ``ahead`` [B] more tokens."""
+        if self.cache is None or self.options.capacity is not None:
             return
-        tokens = np.asarray(ahead, np.int64)
-        rows = np.arange(self.batch, dtype=np.int32)
+        tokens, rows = np.asarray(ahead, np.int64), np.arange(self.batch)
         needed = self.cache.size_for(rows, tokens)
-        if 2 * needed[0] <= self.cache.pages:
-            self.cache, self.room = capacity.fork(self.cache, rows, size=needed), tokens
+        if any(2 * new <= old for new, old in zip(needed, self.cache.size, strict=True)):
+            self.cache = capacity.fork(self.cache, rows, size=needed)
+            self.room = tokens
 
     def fork(self, rows: list[int]) -> "Store":
         """A store whose rows are copies of ``rows``; pages are copied, nothing is shared."""
-        other = Store(self.spec, len(rows), self.options, self.sharding)
-        if self.cache is not None:
-            size = None if self.options.capacity is None else self.cache.size_for_batch(len(rows))
-            other.cache = capacity.fork(self.cache, rows, size=size)
+        other = Store(self.spec, len(rows), self.options, self.everywhere)
+        if self.cache is None:
+            return other
+        size = None if self.options.capacity is None else self.cache.size_for_batch(len(rows))
+        other.cache = capacity.fork(self.cache, rows, size=size)
         return other
 
     def release(self, rows: Sequence[bool]) -> None:
@@ -147,23 +163,32 @@ class Store:
         if self.cache is not None:
             self.cache = _release(self.cache, jnp.asarray(np.asarray(rows, bool)))
 
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of a page; 0 for a dense cache."""
-        return 0 if self.cache is None else page_bytes(self.cache)
-
     def report(self) -> CacheReport:
         """Entries and bytes. Raises RunError when entries were lost."""
-        found = report(self.reserve([0] * self.batch), np.dtype(self.spec.dtype))
+        found = report(self.reserve(), np.dtype(self.spec.dtype), self.grown)
         if found.lost:
             raise RunError(f"{found.lost} entries found no room in the cache: the output is not to be trusted")
-        return dataclasses.replace(found, grown=self.grown)
+        return found
+
+
+def _shardings[C: Cache](cache: C, everywhere: Sharding) -> C:
+    """Where each array goes: on a mesh those that count KV heads are divided as the model's own are."""
+    found = jax.tree.map(lambda _: everywhere, cache)
+    mesh = everywhere.mesh if isinstance(everywhere, NamedSharding) else None
+    if not isinstance(mesh, Mesh):
+        return found
+    divided = {}
+    for name, axis in cache.head_axes.items():
+        shape = getattr(cache, name).shape
+        axes = ["kv_heads" if i == axis else None for i in range(len(shape))]
+        divided[name] = sharding(mesh, axes, shape)
+    return dataclasses.replace(found, **divided)
 
 
 _new_dense = jax.jit(dense.init, static_argnames=("spec", "batch", "slots"))
 _new_paged = jax.jit(paged.init, static_argnames=("spec", "batch", "pages", "width", "page", "quantisation"))
 
 
-@functools.partial(jax.jit, donate_argnames="cache")
-def _release(cache: Cache, rows: Array) -> Cache:
+@functools.partial(jax.jit, donate_argnums=(0,))
+def _release[C: Cache](cache: C, rows: Array) -> C:
     return cache.release(rows)

@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array
 
 from kernels.visibility import PADDING
-from kvsparse_jax.cache.report import counts, used_bytes
+from kvsparse_jax.cache.report import counts, page_bytes, used_bytes
 from kvsparse_jax.cache.spec import CacheSpec
 from kvsparse_jax.cache.store import CacheOptions, Store
 from kvsparse_jax.errors import InputError, whole
@@ -80,7 +80,7 @@ def replay(
         logits.append((out, end - start))
 
     def look() -> None:
-        cache = store.reserve([0] * batch)
+        cache = store.reserve()
         states.append(counts(cache))
         fixed.append(used_bytes(cache, 0))
 
@@ -92,6 +92,6 @@ def replay(
         look()
     store.report()  # refuses a cache that has lost something
     live, pages = (np.stack([np.asarray(x) for x in xs]) for xs in zip(*states, strict=True))
-    used = np.asarray(fixed) + pages.sum((1, 2, 3)) * store.page_bytes
+    used = np.asarray(fixed) + pages.sum((1, 2, 3)) * page_bytes(store.reserve())
     every = np.concatenate([np.asarray(x)[:, :count] for x, count in logits], 1)
     return Replay(logits=every, live=live, pages=pages, page_size=store.options.page_size, used=used)

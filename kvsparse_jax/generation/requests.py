@@ -3,7 +3,7 @@
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,8 @@ def token_ids(values: Any, vocab: int, name: str) -> list[int]:
     return [int(one) for one in ids]
 
 
-def is_messages(content: object) -> bool:
+def is_messages(content: object) -> TypeGuard[Sequence[Message]]:
+    """Whether this is a list of chat messages."""
     return isinstance(content, Sequence) and bool(content) and isinstance(content[0], Mapping)
 
 

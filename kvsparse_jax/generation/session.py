@@ -20,7 +20,6 @@ from kvsparse_jax.errors import InputError, whole
 from kvsparse_jax.generation.answer import Answer, FinishReason, GenerateOutput, Piece
 from kvsparse_jax.generation.decode import BURST, NOTHING, STOPPED, Model, State, decode, prefill, with_head
 from kvsparse_jax.generation.requests import (
-    Message,
     Prompt,
     Request,
     Settings,
@@ -31,6 +30,9 @@ from kvsparse_jax.generation.requests import (
     token_ids,
 )
 from kvsparse_jax.tokenizer import Tokenizer
+
+LEAST_BURST = 16
+"""Fewest steps at a time while a cache may grow: as long as so many fit, shorter bursts are taken instead."""
 
 LEAST_CHUNK = 16
 """Prompts are padded to lengths of this or more (single tokens aside), so that short ones share a compiled program."""
@@ -137,7 +139,7 @@ class Session:
         """:meth:`append`, and makes room for ``ahead`` more tokens."""
         self._begin()
         vocab = self.model.config.vocab_size  # a tokenizer may know more than the model
-        new = [token_ids(self._ids_of(one, row), vocab, f"token ids of row {row}") for row, one in enumerate(rows)]
+        new = [token_ids(self._encoded(one, row), vocab, f"token ids of row {row}") for row, one in enumerate(rows)]
         limit = self.model.config.max_positions
         for row, ids in enumerate(new):
             total = self._length(row) + len(ids)
@@ -229,20 +231,19 @@ class Session:
     def _length(self, row: int) -> int:
         return len(self._cached[row]) + (self._pending[row] is not None)
 
-    def _ids_of(self, content: Prompt, row: int) -> list[int]:
-        """Token ids of what is appended to a row."""
+    def _encoded(self, content: Prompt, row: int) -> Sequence[Any]:
+        """Token ids of what is appended to a row; ids that were given are not checked."""
         if isinstance(content, str) and self.chat:
             content = [{"role": "user", "content": content}]
         if isinstance(content, str):
             return needed(self.tokenizer).encode(content, add_bos=self._length(row) == 0)
         if not is_messages(content):
-            return content  # type: ignore[return-value]  # the caller checks
+            return content
         tokenizer = needed(self.tokenizer)
-        messages: Sequence[Message] = content  # type: ignore[assignment]
         if self._length(row) == 0:
-            return tokenizer.apply_chat_template(messages)
+            return tokenizer.apply_chat_template(content)
         before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _ANSWER}]
-        text = tokenizer.apply_chat_template([*before, *messages], tokenize=False)
+        text = tokenizer.apply_chat_template([*before, *content], tokenize=False)
         _, found, rest = text.partition(_ANSWER)
         if not found:
             raise InputError("the chat template does not show the assistant's messages: append text or token ids")
@@ -351,14 +352,16 @@ class Session:
         """Lets the device take as many steps as are wanted and sure to fit."""
         store = self._store()
         steps = min(turn.burst, max(left))
+        least = min(steps, LEAST_BURST)
         cache = None
         while cache is None:
             try:
-                cache = store.reserve([min(steps, n) for n in left], [min(BURST, n) for n in left])
+                cache = store.reserve([min(least, n) for n in left], [min(BURST, n) for n in left])
             except capacity.CapacityError:
-                if steps == 1:
+                if least == 1:
                     raise
-                steps //= 2
+                least //= 2
+        steps = min([steps, *(room for room, n in zip(store.room.tolist(), left, strict=True) if room < n)])
         pending = [0 if p is None else p for p in self._pending]
         state = State(
             cache, jnp.asarray(np.asarray(pending, np.int32)), jnp.asarray(np.asarray(left, np.int32)), turn.present

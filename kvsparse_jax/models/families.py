@@ -84,7 +84,7 @@ def read_config(config: dict[str, Any], generation: dict[str, Any] | None = None
         return _read(config, generation)
     except InputError:
         raise
-    except (TypeError, ValueError, AttributeError, KeyError, IndexError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError, ArithmeticError) as error:
         raise InputError(f"config.json holds a value of the wrong kind: {error}") from error
 
 
@@ -100,8 +100,15 @@ def _read(config: dict[str, Any], generation: dict[str, Any] | None) -> ModelCon
             raise InputError(f"config.json has no {name!r}, which a {model_type} model needs")
         return config[name]
 
-    hidden, heads, layers = int(need("hidden_size")), int(need("num_attention_heads")), int(need("num_hidden_layers"))
-    kv_heads = int(config.get("num_key_value_heads") or heads)
+    def count(name: str, value: Any) -> int:
+        """A size; 4.0 is one, 4.5, "4" and true are not."""
+        if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 1:
+            raise InputError(f"config.json: {name} must be a whole number of at least 1, not {value!r}")
+        return int(value)
+
+    names = ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size")
+    hidden, heads, layers, intermediate, vocab = (count(name, need(name)) for name in names)
+    kv_heads = count("num_key_value_heads", config.get("num_key_value_heads") or heads)
     if heads % kv_heads:
         raise InputError(f"config.json: {heads} attention heads cannot share {kv_heads} key/value heads evenly")
     head_dim = config.get("head_dim") or family.absent_head_dim
@@ -109,25 +116,26 @@ def _read(config: dict[str, Any], generation: dict[str, Any] | None) -> ModelCon
         if hidden % heads:
             raise InputError(f"config.json gives no head_dim, and hidden_size {hidden} / {heads} heads is no integer")
         head_dim = hidden // heads
+    head_dim = count("head_dim", head_dim)
     activation = config.get("hidden_act") or config.get("hidden_activation") or need("hidden_act")
     if activation not in ACTIVATIONS:
         raise InputError(f"activation {activation!r} is not supported (supported: {', '.join(ACTIVATIONS)})")
     attention_bias = bool(config.get("attention_bias")) if family.attention_bias is None else family.attention_bias
-    max_positions = int(need("max_position_embeddings"))
+    max_positions = count("max_position_embeddings", need("max_position_embeddings"))
     windows = family.local_windows(config, layers)
     eos = dict.fromkeys((*token_ids(config.get("eos_token_id")), *token_ids((generation or {}).get("eos_token_id"))))
     return ModelConfig(
         model_type=model_type,
-        vocab_size=int(need("vocab_size")),
+        vocab_size=vocab,
         hidden_size=hidden,
-        intermediate_size=int(need("intermediate_size")),
+        intermediate_size=intermediate,
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=int(head_dim),
+        head_dim=head_dim,
         max_positions=max_positions,
         rms_eps=float(need("rms_norm_eps")),
-        rope=Rope.read(config, int(head_dim), max_positions, family.absent_theta),
+        rope=Rope.read(config, head_dim, max_positions, family.absent_theta),
         activation=activation,
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         attention_bias=attention_bias,

@@ -1,6 +1,7 @@
 """Rotary position embedding and its published scalings (default, linear, llama3, yarn)."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,10 @@ class Rope:
             InputError: unknown kind, or a setting that is missing.
         """
         given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+        if nested := [name for name, value in given.items() if isinstance(value, Mapping)]:
+            raise InputError(
+                f"config.json gives a rope for each layer type ({', '.join(nested)}), which is not supported"
+            )
         theta = given.get("rope_theta", config.get("rope_theta", absent_theta))
         if theta is None:
             raise InputError("config.json has no rope_theta (accepted: rope_theta, or rope_parameters.rope_theta)")

@@ -10,7 +10,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from kernels.numerics import accumulator
-from kvsparse_jax.errors import InputError
+from kvsparse_jax.errors import InputError, whole
 from kvsparse_jax.models.config import ModelConfig
 from kvsparse_jax.policies.base import LayerInput, Policy
 
@@ -55,8 +55,7 @@ class DMS(Policy):
                 raise InputError(f"DMS {name} must be one of {', '.join(accepted)}, not {value!r}")
         if self.shift not in (0, 1):
             raise InputError(f"DMS shift must be 0 or 1, not {self.shift}")
-        if self.window < 0:
-            raise InputError(f"DMS window must be at least 0 tokens, not {self.window}")
+        whole("DMS window", self.window, 0)
         if not self.tau > 0:
             raise InputError(f"DMS tau must be positive, not {self.tau}")
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from kvsparse_jax.errors import InputError
+from kvsparse_jax.errors import InputError, whole
 from kvsparse_jax.policies.base import LayerInput, Policy
 
 SINKS = 4
@@ -30,6 +30,8 @@ class StreamingLLM(Policy):
     params = None
 
     def __post_init__(self) -> None:
+        whole("StreamingLLM budget", self.budget, 1)
+        whole("StreamingLLM sinks", self.sinks, 0)
         if self.sinks < 0 or self.budget <= self.sinks:
             raise InputError(f"StreamingLLM needs budget > sinks >= 0, not budget={self.budget}, sinks={self.sinks}")
 
