@@ -258,3 +258,12 @@ def test_a_value_of_the_wrong_kind_is_named(change, words, golden_models):
     config = json.loads((golden_models / "llama_tied" / "config.json").read_text())
     with pytest.raises(kvs.InputError, match=rf"^config\.json.*{words}"):
         read_config(config | change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"dms_window_size": "x"}, {"dms_shift": [1]}, {"dms_tau": float("nan")}, {"dms_window_size": float("inf")}],
+)
+def test_a_dms_key_of_the_wrong_kind_is_named(change):
+    with pytest.raises(kvs.InputError, match=rf"^config\.json: {next(iter(change))} must be a"):
+        kvs.DMS.from_config({"dms_alpha_scale": 100} | change)

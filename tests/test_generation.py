@@ -514,6 +514,13 @@ def test_when_full(llama):
     assert len(trimmed.tokens[0]) == 60 and trimmed.cache.trimmed > 0
     assert trimmed.cache.live.sum() + trimmed.cache.trimmed == 99 * heads
     assert trimmed.cache.pages.sum() <= heads * 12
+    session = llama.session(**small, when_full="evict")
+    session.append(prompt)
+    with pytest.raises(RunError, match="nothing outside the window is left"):
+        session.append([5] * 60, prefill_chunk=60)
+    assert session.tokens == [prompt], "what cannot be made room for changes nothing"
+    assert session.generate(5, **GREEDY).tokens[0] == free.tokens[0][:5]
+    assert session.report().trimmed == 0
     with pytest.raises(RunError, match="the dense cache is full"):
         llama.session(cache="dense", capacity=16, when_full="error").append(prompt)
 

@@ -1,6 +1,7 @@
 """Dynamic Memory Sparsification (arXiv 2506.05345): a learned decision per token and KV head, executed with a delay."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -85,13 +86,22 @@ class DMS(Policy):
         def value(key: str, default: Any) -> Any:
             return default if config.get(key) is None else config[key]
 
+        def number[N: (int, float)](kind: type[N], key: str, default: N) -> N:
+            given = value(key, default)
+            plain = isinstance(given, int | float) and not isinstance(given, bool) and math.isfinite(given)
+            if not plain or given != kind(given):
+                raise InputError(
+                    f"config.json: {key} must be {'a whole' if kind is int else 'a'} number, not {given!r}"
+                )
+            return kind(given)
+
         return cls(
             None,
-            window=int(value("dms_window_size", cls.window)),
-            shift=int(value("dms_shift", 1)),
-            scale=float(value("dms_alpha_scale", cls.scale)),
-            offset=float(value("dms_initial_alpha_offset", cls.offset)),
-            tau=float(value("dms_tau", cls.tau)),
+            window=number(int, "dms_window_size", cls.window),
+            shift=number(int, "dms_shift", 1),
+            scale=number(float, "dms_alpha_scale", cls.scale),
+            offset=number(float, "dms_initial_alpha_offset", cls.offset),
+            tau=number(float, "dms_tau", cls.tau),
             variant="adapter" if value("dms_separate_alpha", False) else "neuron",
             per=value("dms_alpha_per", "head"),
             enabled=not value("dms_disable_eviction", False),
