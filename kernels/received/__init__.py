@@ -1,0 +1,1 @@
+"""Attention that keys receive: what queries' probabilities for each key come to, without a queries x keys array."""
