@@ -9,22 +9,31 @@ from kvsparse_jax.cache.report import CacheReport
 from kvsparse_jax.errors import InputError, RunError
 from kvsparse_jax.generation import GenerateOutput, Piece, Replay, Session
 from kvsparse_jax.lm import LM, load
-from kvsparse_jax.policies import DMS, Dense, Policy, StreamingLLM
-from kvsparse_jax.whole import decision_logits
+from kvsparse_jax.oracle import oracle_scores
+from kvsparse_jax.policies import DMS, H2O, TOVA, Dense, Knorm, KVzap, Policy, Random, SnapKV, StreamingLLM
+from kvsparse_jax.whole import decision_logits, kept
 
 __all__ = [
     "DMS",
+    "H2O",
     "LM",
+    "TOVA",
     "CacheReport",
     "Dense",
     "GenerateOutput",
     "InputError",
+    "KVzap",
+    "Knorm",
     "Piece",
     "Policy",
+    "Random",
     "Replay",
     "RunError",
     "Session",
+    "SnapKV",
     "StreamingLLM",
     "decision_logits",
+    "kept",
     "load",
+    "oracle_scores",
 ]

@@ -51,6 +51,7 @@ class LM:
     mesh: Mesh | None = None
 
     def __post_init__(self) -> None:
+        self.policy.check(self.config)
         if isinstance(self.policy, DMS) and self.policy.variant == "neuron" and not self.config.borrowed_channel:
             object.__setattr__(self, "config", dataclasses.replace(self.config, borrowed_channel=True))
 

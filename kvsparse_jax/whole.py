@@ -10,11 +10,11 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from kernels import delayed_attention
-from kernels.visibility import PADDING
+from kernels.visibility import NEVER, PADDING, decisions_by_key, expires, visible
 from kvsparse_jax.errors import InputError
 from kvsparse_jax.models import decoder
 from kvsparse_jax.models.config import ModelConfig
-from kvsparse_jax.policies import Policy
+from kvsparse_jax.policies import Held, Policy
 
 if TYPE_CHECKING:
     from kvsparse_jax.lm import LM
@@ -51,11 +51,13 @@ def attend(
     def of_layer(
         state: Any, layer: decoder.Layer, q: Array, k: Array, v: Array, gate: Array | None
     ) -> tuple[Array, Any, Array | None]:
+        # A prompt whose prefill is dense sees all of itself.
+        effective = None if policy.prefill == "dense" else gate
         out = delayed_attention(
             q,
             k,
             v,
-            gate if gate is None or decide is None else decide(gate, layer.extra),
+            effective if effective is None or decide is None else decide(effective, layer.extra),
             window=policy.window,
             scale=config.scale,
             shift=policy.shift,
@@ -85,6 +87,51 @@ def full_logits(
 ) -> Array:
     """Logits [B, T, V] of whole sequences under the hard rule."""
     return decoder.logits(params, full_hidden(params, config, policy, input_ids, segment_ids)[0])
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _kept(params: decoder.Params, config: ModelConfig, policy: Policy, input_ids: Array, segment_ids: Array) -> Array:
+    """See :func:`kept`."""
+    positions, real = positions_of(segment_ids), segment_ids > PADDING
+    inner = attend(config, policy, segment_ids)
+    newest = jnp.max(positions, 1)
+
+    def of_layer(
+        state: None, layer: decoder.Layer, q: Array, k: Array, v: Array, gate: Array | None
+    ) -> tuple[Array, None, Array]:
+        out, state, _ = inner(state, layer, q, k, v, gate)
+        shape = k.shape[:3]
+        if policy.selects:
+            at = jnp.broadcast_to(jnp.where(real, positions, NEVER)[:, None], shape)
+            recent = jnp.broadcast_to((real & (positions > (newest - policy.recent)[:, None]))[:, None], shape)
+            q_positions = jnp.where(real, positions, -1)
+            held = Held(q, k, q_positions, at, recent, jnp.zeros(shape, jnp.float32), layer.number, config.scale)
+            return out, state, policy.select(held).keep
+        at = jnp.broadcast_to(positions[:, None], shape)
+        if gate is None:
+            evict = jnp.zeros(shape, bool)
+        else:
+            evict = decisions_by_key(gate > 0, policy.shift, False, segment_ids) & real[:, None]
+        # Without a delay for the prompt's own queries, what no later query sees is gone when it ends.
+        query = newest + 1 if policy.prefill == "dense" else newest
+        last = expires(at, evict, policy.window, layer.local_window)
+        return out, state, visible(query[:, None, None], at, last) & real[:, None]
+
+    return decoder.forward(params, config, policy, input_ids, positions, of_layer)[2]
+
+
+def kept(lm: "LM", input_ids: ArrayLike, attention_mask: ArrayLike | None = None) -> Array:
+    """Which tokens the policy holds after a prompt was prefilled in one piece.
+
+    Args:
+        lm: a model with any policy.
+        input_ids: [B, T].
+        attention_mask: [B, T] or None.
+
+    Returns:
+        [L, B, H, T] bool, False at padding.
+    """
+    return _kept(lm.params, lm.config, lm.policy, *lm.check(input_ids, attention_mask))
 
 
 def decision_logits(lm: "LM", input_ids: ArrayLike, attention_mask: ArrayLike | None = None) -> Array:

@@ -510,41 +510,28 @@ def test_forked_sequences_go_on_independently():
         capacity.fork(cache, [2])
 
 
-def test_dropping_slots_and_overwriting_victims():
-    """What budgeted policies need: any slot may go, any slot may be overwritten."""
+def test_dropping_slots():
+    """What budgeted policies need: any slot may go."""
     rng = np.random.default_rng(12)
     case = random_case(rng, layers=1, window=None, shift=0, length=30)
     _, cache = run(cut_columns(case, 0, 20), make(case, paged), paged, [20])
     mask = rng.uniform(size=(2, 2, cache.slots)) < 0.5
     held = [[set(range(20)) - set(np.flatnonzero(mask[b, h]).tolist()) for h in range(2)] for b in range(2)]
     cache = poison(jax.jit(paged.drop)(cache, 0, jnp.asarray(mask)))
-
-    def check():
-        k, v, _, used = (np.asarray(x) for x in paged.entries(cache, 0))
+    for t in range(20, 30):
         for b, h in np.ndindex(2, 2):
+            held[b][h].add(t)
+        q, k, v = (jnp.asarray(x[0, :, :, t : t + 1], F32) for x in (case.q, case.k, case.v))
+        out, cache = cache.attend(0, q, k, v, None, jnp.ones((2, 1), bool), scale=0.3)
+        cache = poison(cache.advance(jnp.ones((2, 1), bool)))
+        k, v, _, used = (np.asarray(x) for x in paged.entries(cache, 0))
+        seen = np.zeros((2, 2, 1, 30), bool)
+        for b, h in np.ndindex(2, 2):
+            seen[b, h, 0, sorted(held[b][h])] = True
             assert int(cache.lengths[0, b, h]) == len(held[b][h]) == used[b, h].sum()
             for mine, given in ((k, case.k), (v, case.v)):
                 got = sorted(mine[b, h][used[b, h]].tolist())
                 np.testing.assert_allclose(got, sorted(given[0, b, h, sorted(held[b][h])].tolist()), rtol=1e-6)
-
-    check()
-    for t in range(20, 30):
-        victim = np.array([[-1, rng.integers(3)], [rng.integers(3), 0]])
-        keys = np.asarray(paged.entries(cache, 0)[0])
-        for b, h in np.ndindex(2, 2):
-            if victim[b, h] >= 0:
-                at = np.abs(case.k[0, b, h] - keys[b, h, victim[b, h]]).sum(-1).argmin()
-                held[b][h].remove(int(at))
-            held[b][h].add(t)
-        q, k, v = (jnp.asarray(x[0, :, :, t : t + 1], F32) for x in (case.q, case.k, case.v))
-        out, cache = cache.attend(
-            0, q, k, v, None, jnp.ones((2, 1), bool), scale=0.3, victim=jnp.asarray(victim, jnp.int32)
-        )
-        cache = poison(cache.advance(jnp.ones((2, 1), bool)))
-        check()
-        seen = np.zeros((2, 2, 1, 30), bool)
-        for b, h in np.ndindex(2, 2):
-            seen[b, h, 0, sorted(held[b][h])] = True
         want = masked_attention(np.asarray(q), case.k[0], case.v[0], seen, 0.3)
         np.testing.assert_allclose(out, want, rtol=0, atol=1e-5)
 
@@ -639,5 +626,5 @@ def test_bad_arguments():
         never.attend(0, *one, flags, valid, scale=1.0)
     with pytest.raises(ValueError, match="without sliding windows"):
         never.attend(0, *one, None, valid, scale=1.0, local_window=jnp.int32(4))
-    with pytest.raises(ValueError, match="victim needs"):
-        make(case, paged).attend(0, *one, flags, valid, scale=1.0, victim=jnp.zeros((2, 2), jnp.int32))
+    with pytest.raises(ValueError, match="does not select"):
+        paged.held(make(case, paged), 0, *one[:2], valid, 1.0)

@@ -50,7 +50,7 @@ class Cache(abc.ABC):
         flagged: [L, B, H] int32, decisions to evict so far.
         trimmed: [L, B, H] int32, entries given up to make room (capacity outcome "evict").
         lost: int32 scalar, entries that found no room (0, or the results are not to be trusted).
-        window, shift, local_windows: static, as in :class:`kvsparse_jax.cache.spec.CacheSpec`.
+        window, shift, recent, local_windows: static, as in :class:`kvsparse_jax.cache.spec.CacheSpec`.
     """
 
     k: Array
@@ -61,6 +61,7 @@ class Cache(abc.ABC):
     lost: Array
     window: int | None
     shift: int
+    recent: int | None
     local_windows: tuple[int | None, ...]
 
     @property
@@ -86,6 +87,7 @@ class Cache(abc.ABC):
         *,
         scale: float,
         local_window: Array | None = None,
+        hold: Array | None = None,
     ) -> tuple[Array, Self]:
         """Attention of new tokens over what is live in the cache and over each other, exact; and stores them.
 
@@ -101,6 +103,8 @@ class Cache(abc.ABC):
                 none.
             scale: multiplies ``<q, k>``.
             local_window: int32 scalar, the layer's own sliding window (NEVER: full attention), or None.
+            hold: [B] int32, position up to which every query sees what is evicted (the last of a prompt); None: by the
+                rule alone. After that position :meth:`sweep` is due.
 
         Returns:
             Output [B, Hq, T, D] in the dtype of q (zeros at padding), and the cache.
@@ -114,7 +118,13 @@ class Cache(abc.ABC):
         return dataclasses.replace(self, seen=self.seen + jnp.sum(valid, 1, dtype=jnp.int32))
 
     def decide(
-        self, layer: Array, evict: Array | None, at: Array, valid: Array, local_window: Array | None
+        self,
+        layer: Array,
+        evict: Array | None,
+        at: Array,
+        valid: Array,
+        local_window: Array | None,
+        hold: Array | None = None,
     ) -> tuple[Self, Decisions]:
         """Turns the decisions that a chunk emits in a layer into expiry dates, and counts them in ``flagged``."""
         if local_window is not None and not self.local:
@@ -126,7 +136,7 @@ class Cache(abc.ABC):
         if evict is None or self.window is None:
             return self, Decisions(last_query(positions, jnp.zeros_like(positions, bool), 0, local_window))
         by_key = decisions_by_key(evict, self.shift, False, jnp.where(valid, 0, PADDING)) & valid[:, None]
-        own = last_query(positions, by_key, self.window, local_window)
+        own = last_query(positions, by_key, _delay(self.window, positions, hold), local_window)
         flagged = jnp.sum(by_key, -1, dtype=jnp.int32)
         decisions = Decisions(own)
         if self.shift == 1:
@@ -134,12 +144,18 @@ class Cache(abc.ABC):
             pending = jnp.take_along_axis(evict, first[:, None, None], 2)[..., 0]
             newest = self.seen - 1
             pending = pending & (valid.any(1) & (newest >= 0))[:, None]
-            last = last_query(newest, jnp.ones_like(newest, bool), self.window, local_window)
+            delay = _delay(self.window, newest[:, None, None], hold)
+            delay = delay if isinstance(delay, int) else delay[:, 0, 0]
+            last = last_query(newest, jnp.ones_like(newest, bool), delay, local_window)
             decisions = Decisions(own, pending, jnp.broadcast_to(last[:, None], heads))
             flagged = flagged + pending.astype(jnp.int32)
         old = lax.dynamic_index_in_dim(self.flagged, layer, 0, False)
         counted = lax.dynamic_update_index_in_dim(self.flagged, old + flagged, layer, 0)
         return dataclasses.replace(self, flagged=counted), decisions
+
+    @abc.abstractmethod
+    def sweep(self) -> Self:
+        """Drops what no later query sees: what ``hold`` had kept visible until now."""
 
     @abc.abstractmethod
     def release(self, rows: Array) -> Self:
@@ -215,8 +231,15 @@ class Cache(abc.ABC):
         """One line that says what :meth:`fits` misses for ``tokens`` [B] more tokens."""
 
 
+def _delay(window: int, positions: Array, hold: Array | None) -> int | Array:
+    """Delay of the eviction of keys at positions [B, H, T] that queries up to ``hold`` [B] are to see in any case."""
+    if hold is None:
+        return window
+    return jnp.maximum(jnp.int32(window), hold[:, None, None] - positions)
+
+
 def register[C: Cache](kind: type[C]) -> type[C]:
     """Makes a cache a pytree; a class decorator."""
-    static = ("window", "shift", "local_windows")
+    static = ("window", "shift", "recent", "local_windows")
     names = [field.name for field in dataclasses.fields(kind) if field.name not in static]
     return jax.tree_util.register_dataclass(kind, data_fields=names, meta_fields=list(static))

@@ -58,11 +58,12 @@ class DenseCache(Cache):
         *,
         scale: float,
         local_window: Array | None = None,
+        hold: Array | None = None,
     ) -> tuple[Array, Self]:
         """Stores new tokens and attends over all that is visible, see :meth:`Cache.attend`."""
         layer = jnp.asarray(layer, jnp.int32)
         at = self.positions(valid)
-        cache = _store(self, layer, k, v, evict, at, valid, local_window)
+        cache = _store(self, layer, k, v, evict, at, valid, local_window, hold)
         batch, kv_heads, dim = q.shape[0], k.shape[1], q.shape[3]
         block = block_of(self.slots)
         while q.shape[2] == 1 and batch * kv_heads * 2 * block <= _FULL_BLOCK_HEADS * blockwise.BLOCK_K:
@@ -93,6 +94,13 @@ class DenseCache(Cache):
 
         part = blockwise.attention(q, jnp.where(valid, at, -1), fetch, blocks, scale=scale)
         return normalise(part).astype(q.dtype), cache
+
+    def sweep(self) -> Self:
+        """See :meth:`Cache.sweep`: nothing is freed, only made invisible also to the newest query."""
+        if self.expires is None:
+            return self
+        gone = self.expires < self.seen[None, :, None, None]
+        return dataclasses.replace(self, expires=jnp.where(gone, -1, self.expires))
 
     def release(self, rows: Array) -> Self:
         """Empties the sequences ``rows`` [B] bool."""
@@ -171,6 +179,7 @@ def init(spec: CacheSpec, batch: int, *, slots: int) -> DenseCache:
         lost=jnp.zeros((), jnp.int32),
         window=spec.window,
         shift=spec.shift,
+        recent=spec.recent,
         local_windows=spec.local_windows,
     )
 
@@ -193,9 +202,10 @@ def _store(
     at: Array,
     valid: Array,
     local_window: Array | None,
+    hold: Array | None,
 ) -> DenseCache:
     """Stores a chunk k, v [B, H, T, D] at positions ``at`` [B, T], and when its keys expire."""
-    cache, decisions = cache.decide(layer, evict, at, valid, local_window)
+    cache, decisions = cache.decide(layer, evict, at, valid, local_window, hold)
     slot = jnp.where(valid, at, cache.slots)[:, None]
     b, h = (x[..., None] for x in jnp.indices(k.shape[:2], dtype=jnp.int32, sparse=True))
     expires = cache.expires

@@ -33,6 +33,7 @@ from kernels.visibility import NEVER
 from kvsparse_jax.cache.base import Cache, Size, bucket, register
 from kvsparse_jax.cache.quantise import Quantisation, dequantise, quantise, storage_dtype
 from kvsparse_jax.cache.spec import CacheSpec
+from kvsparse_jax.policies.base import Held, Selection
 
 
 @final
@@ -46,6 +47,7 @@ class PagedCache(Cache):
     Attributes:
         k_scale, v_scale: [P, page] float32, for 8-bit pools; else None.
         expires: [P, page] int32.
+        statistic: [P, page] float32, what a policy that selects notes about each entry; else None.
         free: [P] int32; ``free[:free_count]`` are the pages that nobody holds, taken from the end.
         free_count: int32 scalar.
         tables: [L, B, H, width] int32; page of each run of slots, P where there is none.
@@ -56,6 +58,7 @@ class PagedCache(Cache):
     k_scale: Array | None
     v_scale: Array | None
     expires: Array
+    statistic: Array | None
     free: Array
     free_count: Array
     tables: Array
@@ -74,8 +77,9 @@ class PagedCache(Cache):
 
     @property
     def pool(self) -> list[Array]:
-        """Keys, values, scales and ``expires``."""
-        return [x for x in (self.k, self.v, self.k_scale, self.v_scale, self.expires) if x is not None]
+        """Keys, values, scales, ``expires`` and ``statistic``."""
+        every = (self.k, self.v, self.k_scale, self.v_scale, self.expires, self.statistic)
+        return [x for x in every if x is not None]
 
     @property
     def head_axes(self) -> dict[str, int]:
@@ -103,29 +107,21 @@ class PagedCache(Cache):
         *,
         scale: float,
         local_window: Array | None = None,
-        victim: Array | None = None,
+        hold: Array | None = None,
+        statistic: Array | None = None,
         implementation: str | None = None,
     ) -> tuple[Array, Self]:
         """See :meth:`Cache.attend`.
 
-        Policies that choose by other rules than the window, such as those with a budget, name a slot to overwrite. That
-        needs one-token steps (T = 1) of a cache with ``window=None`` for a model without sliding windows: there the
-        ring is only as long as the newest token, and no slot is freed by the rule that a victim could collide with.
-
         Args:
-            layer, q, k, v, evict, valid, scale, local_window: as there.
-            victim: [B, H] int32, slot of a live entry that the new token overwrites; -1: it is appended.
+            layer, q, k, v, evict, valid, scale, local_window, hold: as there.
+            statistic: [B, H, T] float32, of the new entries; None: 0.
             implementation: of the attention over the cache, see :func:`ragged_attention`.
-
-        Raises:
-            ValueError: also for a victim where there can be none.
         """
         chunk = q.shape[2]
         layer = jnp.asarray(layer, jnp.int32)
-        if victim is not None and (chunk != 1 or self.window is not None or self.local):
-            raise ValueError("victim needs one-token steps of a cache without window and sliding windows")
         at = self.positions(valid)
-        cache, last = _decide(self, layer, evict, at, valid, local_window)
+        cache, last = _decide(self, layer, evict, at, valid, local_window, hold)
 
         def past(cache: Self, at: Array | None) -> Partial:
             table, length, _ = _read(cache, layer)
@@ -146,16 +142,26 @@ class PagedCache(Cache):
         if chunk == 1:
             # Stored first: what the step frees is then gone, and what is left is all visible.
             if cache.local:
-                cache = _store(cache, layer, k, v, last, at, valid)
+                cache = _store(cache, layer, k, v, last, statistic, at, valid)
             else:
-                cache = _store_one(cache, layer, k[:, :, 0], v[:, :, 0], last[..., 0], valid[:, 0], victim)
+                cache = _store_one(cache, layer, k, v, last, statistic, valid[:, 0])
             part = past(cache, None)
         else:
             part = past(cache, at)
             part = merge(part, blockwise.chunk_attention(q, k, v, at, valid, last, scale=scale))
-            cache = _store(cache, layer, k, v, last, at, valid)
+            cache = _store(cache, layer, k, v, last, statistic, at, valid)
         out = jnp.where(valid[:, None, :, None], normalise(part), 0)
         return out.astype(q.dtype), cache
+
+    def sweep(self) -> Self:
+        """See :meth:`Cache.sweep`."""
+        cache = self
+
+        def layer(cache: Self, index: Array) -> tuple[Self, None]:
+            return drop(cache, index, _expiries(cache, index) < cache.seen[:, None, None]), None
+
+        layers = jnp.arange(self.lengths.shape[0], dtype=jnp.int32)
+        return lax.scan(layer, cache, layers)[0]
 
     def release(self, rows: Array) -> Self:
         """Empties the sequences ``rows`` [B] bool. All released: as new, but for stale pages."""
@@ -233,6 +239,7 @@ class PagedCache(Cache):
             k_scale=scale[0],
             v_scale=scale[1],
             expires=self.expires[source],
+            statistic=None if self.statistic is None else self.statistic[source],
             free=jnp.sort(jnp.where(ids < taken, -1, ids), descending=True),
             free_count=pages - taken,
             tables=jnp.minimum(new, pages),
@@ -272,6 +279,7 @@ def init(
         k_scale=scales[0],
         v_scale=scales[1],
         expires=jnp.full((pages, page), NEVER, jnp.int32),
+        statistic=jnp.zeros((pages, page), jnp.float32) if spec.recent is not None else None,
         free=jnp.arange(pages - 1, -1, -1, dtype=jnp.int32),
         free_count=jnp.asarray(pages, jnp.int32),
         tables=jnp.full((*heads, width), pages, jnp.int32),
@@ -283,6 +291,7 @@ def init(
         trimmed=jnp.zeros(heads, jnp.int32),
         window=spec.window,
         shift=spec.shift,
+        recent=spec.recent,
         local_windows=spec.local_windows,
     )
 
@@ -323,8 +332,8 @@ def _places(cache: PagedCache, table: Array, slots: Array) -> _Place:
     return _Place(jnp.where(exists, page, cache.pages), jnp.clip(slots, 0) % cache.page)
 
 
-def _put(cache: PagedCache, place: _Place, k: Array, v: Array, expires: Array) -> PagedCache:
-    """Stores k, v [B, H, N, D] and expires [B, H, N] at places [B, H, N]; no place, nothing stored."""
+def _put(cache: PagedCache, place: _Place, k: Array, v: Array, expires: Array, statistic: Array | None) -> PagedCache:
+    """Stores k, v [B, H, N, D], expires and statistic [B, H, N] at places [B, H, N]; no place, nothing stored."""
     page, offset = place.page.reshape(-1), place.offset.reshape(-1)
     k, v = k.reshape(-1, k.shape[-1]), v.reshape(-1, v.shape[-1])
     k_scale, v_scale = cache.k_scale, cache.v_scale
@@ -340,7 +349,14 @@ def _put(cache: PagedCache, place: _Place, k: Array, v: Array, expires: Array) -
         k_scale=k_scale,
         v_scale=v_scale,
         expires=cache.expires.at[page, offset].set(expires.reshape(-1), mode="drop"),
+        statistic=None if cache.statistic is None else _noted(cache.statistic, place, statistic),
     )
+
+
+def _noted(pool: Array, place: _Place, statistic: Array | None) -> Array:
+    """The pool's statistic with values [B, H, N] (None: 0) at places [B, H, N]."""
+    value = jnp.zeros_like(place.page, pool.dtype) if statistic is None else statistic.astype(pool.dtype)
+    return pool.at[place.page, place.offset].set(value, mode="drop")
 
 
 def _move(cache: PagedCache, source: _Place, target: _Place) -> PagedCache:
@@ -356,6 +372,7 @@ def _move(cache: PagedCache, source: _Place, target: _Place) -> PagedCache:
         k_scale=None if cache.k_scale is None else moved(cache.k_scale),
         v_scale=None if cache.v_scale is None else moved(cache.v_scale),
         expires=moved(cache.expires),
+        statistic=None if cache.statistic is None else moved(cache.statistic),
     )
 
 
@@ -411,10 +428,16 @@ def _room(cache: PagedCache, table: Array, need: Array) -> Array:
 
 
 def _decide(
-    cache: PagedCache, layer: Array, evict: Array | None, at: Array, valid: Array, local_window: Array | None
+    cache: PagedCache,
+    layer: Array,
+    evict: Array | None,
+    at: Array,
+    valid: Array,
+    local_window: Array | None,
+    hold: Array | None,
 ) -> tuple[PagedCache, Array]:
     """Applies the decisions that a chunk emits: writes the pending one, returns ``expires`` [B, H, T] of its tokens."""
-    cache, decisions = cache.decide(layer, evict, at, valid, local_window)
+    cache, decisions = cache.decide(layer, evict, at, valid, local_window, hold)
     if decisions.pending is None or decisions.pending_expires is None:
         return cache, decisions.expires
     state = _read(cache, layer)
@@ -430,7 +453,16 @@ def _of_position(ring: Array, position: Array) -> Array:
     return jnp.take_along_axis(ring, index, 2)[..., 0]
 
 
-def _store(cache: PagedCache, layer: Array, k: Array, v: Array, last: Array, at: Array, valid: Array) -> PagedCache:
+def _store(
+    cache: PagedCache,
+    layer: Array,
+    k: Array,
+    v: Array,
+    last: Array,
+    statistic: Array | None,
+    at: Array,
+    valid: Array,
+) -> PagedCache:
     """Stores a chunk: k, v [B, H, T, D] with expires ``last`` [B, H, T] at positions ``at`` [B, T]."""
     table, length, ring = _read(cache, layer)
     batch, kv_heads, size = ring.shape
@@ -465,7 +497,7 @@ def _store(cache: PagedCache, layer: Array, k: Array, v: Array, last: Array, at:
     cache = dataclasses.replace(cache, lost=cache.lost + jnp.sum(~stored, dtype=jnp.int32))
     slot = jnp.where(stored, slot, -1)
     grown = jnp.minimum(grown, room)
-    cache = _put(cache, _places(cache, table, slot), k, v, last)
+    cache = _put(cache, _places(cache, table, slot), k, v, last, statistic)
 
     recent = valid & (at > (newest - size)[:, None])
     index = jnp.where(recent, at % size, size)[:, None]
@@ -508,9 +540,9 @@ def _close(cache: PagedCache, layer: Array, state: _Layer, holes: Array) -> Page
 
 
 def _store_one(
-    cache: PagedCache, layer: Array, k: Array, v: Array, last: Array, valid: Array, victim: Array | None
+    cache: PagedCache, layer: Array, k: Array, v: Array, last: Array, statistic: Array | None, valid: Array
 ) -> PagedCache:
-    """:func:`_store` for one token, without anything as wide as the ring: k, v [B, H, D], last [B, H], valid [B]."""
+    """:func:`_store` for one token (T = 1), without anything as wide as the ring; valid [B]."""
     table, length, ring = _read(cache, layer)
     batch, kv_heads, size = ring.shape
     now = cache.seen
@@ -521,8 +553,6 @@ def _store_one(
         place = _places(cache, table, old[..., None])
         expiry = cache.expires.at[place.page[..., 0], place.offset[..., 0]].get(mode="fill", fill_value=NEVER)
         slot = jnp.where((old >= 0) & (expiry < now[:, None]), old, slot)
-    if victim is not None:
-        slot = jnp.where(victim >= 0, victim, slot)
     slot = jnp.where(valid[:, None], slot, -1)
 
     appended = slot == length
@@ -531,7 +561,7 @@ def _store_one(
     place = _places(cache, table, slot[..., None])
     stored = (slot >= 0) & (place.page[..., 0] < cache.pages)
     lost = jnp.sum((slot >= 0) & ~stored, dtype=jnp.int32)
-    cache = _put(cache, place, k[:, :, None], v[:, :, None], last[..., None])
+    cache = _put(cache, place, k, v, last, statistic)
     b, h = jnp.indices((batch, kv_heads), dtype=jnp.int32, sparse=True)
     index = jnp.where(valid, now % size, size)[:, None]
     ring = ring.at[b, h, index].set(jnp.where(stored, slot, -1), mode="drop")
@@ -568,6 +598,76 @@ def entries(cache: PagedCache, layer: Array) -> tuple[Array, Array, Array, Array
         k, v = dequantise(k, cache.k_scale[page, offset]), dequantise(v, cache.v_scale[page, offset])
     k, v = (jnp.where(used[..., None], x, 0) for x in (k, v))
     return k, v, jnp.where(used, cache.expires[page, offset], 0), used
+
+
+def _expiries(cache: PagedCache, layer: Array) -> Array:
+    """``expires`` [B, H, S] of a layer's slots, NEVER for those that are not in use."""
+    return _of_slots(cache, layer, cache.expires, NEVER)
+
+
+def _of_slots(cache: PagedCache, layer: Array, pool: Array, fill: int | float) -> Array:
+    """Values [B, H, S] of a per-slot pool for a layer's slots, ``fill`` for those that are not in use."""
+    state = _read(cache, layer)
+    slots = jnp.arange(cache.slots, dtype=jnp.int32)[None, None]
+    place = _places(cache, state.table, jnp.where(slots < state.length[..., None], slots, -1))
+    return pool.at[place.page, place.offset].get(mode="fill", fill_value=fill)
+
+
+def held(cache: PagedCache, layer: Array, q: Array, k: Array, valid: Array, scale: float) -> Held:
+    """What a policy selects from in a layer: what it holds, and a chunk that is about to enter.
+
+    Args:
+        q: [B, Hq, T, D] after RoPE.
+        k: [B, H, T, D] after RoPE.
+        valid: [B, T], as in :meth:`Cache.attend`.
+        scale: multiplies ``<q, k>``.
+    """
+    if cache.statistic is None or cache.recent is None:
+        raise ValueError("this cache was made for a policy that does not select")
+    layer = jnp.asarray(layer, jnp.int32)
+    old, _, _, used = entries(cache, layer)
+    at = cache.positions(valid)
+    count = jnp.sum(valid, 1, dtype=jnp.int32)
+    size = cache.ring.shape[3]
+    newest = cache.seen + count - 1
+    # Place p % R of the ring belongs to the newest position before the chunk that is p there.
+    before = (cache.seen - 1)[:, None]
+    of_ring = before - (before - jnp.arange(size, dtype=jnp.int32)[None]) % size
+    ring = _read(cache, layer).ring
+    still = (of_ring > (newest - cache.recent)[:, None])[:, None] & (of_ring >= 0)[:, None] & (ring >= 0)
+    b, h = (x[..., None] for x in jnp.indices(ring.shape[:2], dtype=jnp.int32, sparse=True))
+    recent = jnp.zeros(used.shape, bool).at[b, h, jnp.where(still, ring, cache.slots)].set(True, mode="drop")
+    shape = k.shape[:3]
+    new = jnp.broadcast_to((valid & (at > (newest - cache.recent)[:, None]))[:, None], shape)
+    positions = jnp.broadcast_to(jnp.where(valid, at, NEVER)[:, None], shape)
+    noted = _of_slots(cache, layer, cache.statistic, 0.0)
+    return Held(
+        q=q,
+        k=jnp.concatenate([old.astype(k.dtype), k], 2),
+        q_positions=jnp.where(valid, at, -1),
+        k_positions=jnp.concatenate([jnp.where(used, jnp.int32(0), jnp.int32(NEVER)), positions], 2),
+        recent=jnp.concatenate([recent, new], 2),
+        statistic=jnp.concatenate([noted, jnp.zeros(shape, noted.dtype)], 2),
+        layer=layer,
+        scale=scale,
+    )
+
+
+def settle(cache: PagedCache, layer: Array, there: Array, selection: Selection) -> PagedCache:
+    """Applies a selection to the slots that a layer had in use before a chunk was stored.
+
+    Args:
+        there: [B, H, S] bool, the slots in question; what the chunk brought is left alone.
+        selection: among the columns of :func:`held`, of which the first S count.
+    """
+    layer = jnp.asarray(layer, jnp.int32)
+    if cache.statistic is None:
+        raise ValueError("this cache was made for a policy that does not select")
+    keep, statistic = (x[:, :, : cache.slots] for x in selection)
+    slots = jnp.arange(cache.slots, dtype=jnp.int32)[None, None]
+    place = _places(cache, _read(cache, layer).table, jnp.where(there, slots, -1))
+    cache = dataclasses.replace(cache, statistic=_noted(cache.statistic, place, statistic))
+    return drop(cache, layer, there & ~keep)
 
 
 def pages_needed(cache: PagedCache, tokens: Array | int) -> Array:

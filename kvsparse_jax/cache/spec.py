@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from kvsparse_jax.errors import InputError
 from kvsparse_jax.models.config import ModelConfig
 from kvsparse_jax.policies.base import LayerInput, Policy
 
@@ -23,6 +24,7 @@ class CacheSpec:
         shift: token k + shift decides about token k; 0 or 1.
         local_windows: per layer, the model's own sliding window or None; empty: no layer has one.
         max_positions: no sequence gets longer than this; None: unknown.
+        recent: how many of the newest tokens a policy that selects has to be told of; None: the policy does not select.
 
     Raises:
         ValueError: a number that makes no sense.
@@ -36,6 +38,7 @@ class CacheSpec:
     shift: int = 0
     local_windows: tuple[int | None, ...] = ()
     max_positions: int | None = None
+    recent: int | None = None
 
     def __post_init__(self) -> None:
         if min(self.layers, self.kv_heads, self.head_dim) < 1:
@@ -49,16 +52,23 @@ class CacheSpec:
 
     @classmethod
     def of(cls, config: ModelConfig, policy: Policy, dtype: DTypeLike) -> Self:
-        """What a model of this shape and dtype needs under a policy."""
+        """What a model of this shape and dtype needs under a policy.
+
+        Raises:
+            InputError: a policy with a budget, and a model whose own sliding windows drop keys.
+        """
+        if policy.selects and any(window is not None for window in config.local_windows):
+            raise InputError(f"{type(policy).__name__} does not work on models with sliding-window layers")
         return cls(
             layers=config.layers,
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
             dtype=jnp.dtype(dtype),
-            window=policy.window if _decides(policy, config, dtype) else None,
+            window=(0 if policy.selects else policy.window) if _decides(policy, config, dtype) else None,
             shift=policy.shift,
             local_windows=config.local_windows,
             max_positions=config.max_positions,
+            recent=policy.recent if policy.selects else None,
         )
 
     @property
@@ -69,7 +79,11 @@ class CacheSpec:
     @property
     def reach(self) -> int:
         """How many of the newest tokens there are among which one may still leave by the rule; at least 1."""
-        windows = [1 if self.window is None else self.window + 1, *(w for w in self.local_windows if w is not None)]
+        windows = [
+            self.recent or 0,
+            1 if self.window is None else self.window + 1,
+            *(w for w in self.local_windows if w is not None),
+        ]
         return min(max(windows), max(windows) if self.max_positions is None else max(self.max_positions, 1))
 
     @property
@@ -82,6 +96,8 @@ class CacheSpec:
 
 def _decides(policy: Policy, config: ModelConfig, dtype: DTypeLike) -> bool:
     """Whether the policy ever flags a token: its gate is traced, not run."""
+    if policy.selects:
+        return True
 
     def gate(params: Any, residual: Array, q: Array, positions: Array) -> Array | None:
         return policy.gate(params, LayerInput(residual, residual, q, positions, config.kv_heads, config.rms_eps))

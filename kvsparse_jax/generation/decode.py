@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from kernels.visibility import NEVER
+from kvsparse_jax.cache import paged
 from kvsparse_jax.cache.base import Cache
 from kvsparse_jax.models import decoder
 from kvsparse_jax.models.config import ModelConfig
@@ -60,34 +62,70 @@ class Model:
         return SingleDeviceSharding(next(iter(self.params["embed"].devices())))
 
 
-def _forward(model: Model, cache: Cache, ids: Array, valid: Array) -> tuple[Array, Cache]:
-    """Feeds ids [B, T]; gives the hidden states [B, T, E] and the cache."""
+def _forward(model: Model, cache: Cache, ids: Array, valid: Array, hold: Array | None = None) -> tuple[Array, Cache]:
+    """Feeds ids [B, T]; gives the hidden states [B, T, E] and the cache.
+
+    A policy that selects does so in every layer, among what the layer holds and what is new, after the new tokens have
+    seen all of it.
+    """
+    policy, scale = model.policy, model.config.scale
+    chunk = ids.shape[1] > 1
+    if policy.selects and chunk:
+        hold = cache.seen + jnp.sum(valid, 1, dtype=jnp.int32) - 1
 
     def attend(
         cache: Cache, layer: decoder.Layer, q: Array, k: Array, v: Array, gate: Array | None
     ) -> tuple[Array, Cache, None]:
         evict = None if gate is None else gate > 0
         local = layer.local_window
-        out, cache = cache.attend(layer.number, q, k, v, evict, valid, scale=model.config.scale, local_window=local)
-        return out, cache, None
+        if not policy.selects:
+            out, cache = cache.attend(layer.number, q, k, v, evict, valid, scale=scale, local_window=local, hold=hold)
+            return out, cache, None
+        if not isinstance(cache, paged.PagedCache):
+            raise NotImplementedError("policies with a budget need the paged cache")
+        held = paged.held(cache, layer.number, q, k, valid, scale)
+        found, stored = policy.select(held), held.stored
+        out, cache = cache.attend(
+            layer.number,
+            q,
+            k,
+            v,
+            ~found.keep[:, :, stored:] & valid[:, None],
+            valid,
+            scale=scale,
+            local_window=local,
+            hold=hold,
+            statistic=found.statistic[:, :, stored:],
+        )
+        # A row without new tokens stays as it is.
+        there = (held.k_positions[:, :, :stored] != NEVER) & valid.any(1)[:, None, None]
+        return out, paged.settle(cache, layer.number, there, found), None
 
-    hidden, cache, _ = decoder.forward(
-        model.params, model.config, model.policy, ids, cache.positions(valid), attend, cache
-    )
-    return hidden, cache.advance(valid)
+    hidden, cache, _ = decoder.forward(model.params, model.config, policy, ids, cache.positions(valid), attend, cache)
+    cache = cache.advance(valid)
+    return hidden, cache.sweep() if policy.selects and chunk else cache
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
-def prefill(model: Model, cache: Cache, ids: Array, valid: Array) -> Cache:
-    """Stores a chunk of a prompt. Nothing but the cache is asked for, so XLA drops what follows the last keys."""
-    return _forward(model, cache, ids, valid)[1]
+def prefill(model: Model, cache: Cache, ids: Array, valid: Array, hold: Array | None = None) -> Cache:
+    """Stores a chunk of a prompt. Nothing but the cache is asked for, so XLA drops what follows the last keys.
+
+    ``hold`` [B] is the position of the prompt's last token where the policy's ``prefill`` is "dense"; else None.
+    """
+    return _forward(model, cache, ids, valid, hold)[1]
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
-def teach(model: Model, cache: Cache, ids: Array, valid: Array) -> tuple[Array, Cache]:
-    """Feeds given tokens and computes the logits [B, T, V] of all of them."""
-    hidden, cache = _forward(model, cache, ids, valid)
+def teach(model: Model, cache: Cache, ids: Array, valid: Array, hold: Array | None = None) -> tuple[Array, Cache]:
+    """:func:`prefill`, and the logits [B, T, V] of all the tokens."""
+    hidden, cache = _forward(model, cache, ids, valid, hold)
     return decoder.logits(model.params, hidden), cache
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def sweep(cache: Cache) -> Cache:
+    """Ends a prompt of a policy whose ``prefill`` is "dense": what it evicts leaves now."""
+    return cache.sweep()
 
 
 @jax.tree_util.register_dataclass

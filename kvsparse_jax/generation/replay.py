@@ -12,7 +12,7 @@ from kvsparse_jax.cache.report import counts, page_bytes, used_bytes
 from kvsparse_jax.cache.spec import CacheSpec
 from kvsparse_jax.cache.store import CacheOptions, Store
 from kvsparse_jax.errors import InputError, whole
-from kvsparse_jax.generation.decode import BURST, Model, teach, with_head
+from kvsparse_jax.generation.decode import BURST, Model, sweep, teach, with_head
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,15 @@ def replay(
     states: list[tuple[Array, Array]] = []
     fixed: list[int] = []
 
-    def feed(start: int, end: int, width: int) -> None:
+    dense = model.policy.prefill == "dense" and not model.policy.selects
+    hold = jnp.asarray(valid[:, :prompt].sum(1) - 1, jnp.int32) if dense else None
+
+    def feed(start: int, end: int, width: int, hold: Array | None = None) -> None:
         cut = ((0, 0), (0, width - (end - start)))
         new = valid[:, start:end]
         cache = store.reserve(new.sum(1), np.minimum(valid[:, start:].sum(1), max(BURST, width)))
         columns, marks = jnp.asarray(np.pad(ids[:, start:end], cut)), jnp.asarray(np.pad(new, cut))
-        out, store.cache = teach(model, cache, columns, marks)
+        out, store.cache = teach(model, cache, columns, marks, hold)
         store.took(new.sum(1))
         logits.append((out, end - start))
 
@@ -85,7 +88,9 @@ def replay(
         fixed.append(used_bytes(cache, 0))
 
     for start in range(0, prompt, chunk):
-        feed(start, min(start + chunk, prompt), chunk)
+        feed(start, min(start + chunk, prompt), chunk, hold)
+    if dense:
+        store.cache = sweep(store.reserve())
     look()
     for start in range(prompt, length):
         feed(start, start + 1, 1)

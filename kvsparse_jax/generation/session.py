@@ -18,7 +18,7 @@ from kvsparse_jax.cache.spec import CacheSpec
 from kvsparse_jax.cache.store import CacheOptions, Store
 from kvsparse_jax.errors import InputError, whole
 from kvsparse_jax.generation.answer import Answer, FinishReason, GenerateOutput, Piece
-from kvsparse_jax.generation.decode import BURST, NOTHING, STOPPED, Model, State, decode, prefill, with_head
+from kvsparse_jax.generation.decode import BURST, NOTHING, STOPPED, Model, State, decode, prefill, sweep, with_head
 from kvsparse_jax.generation.requests import (
     Prompt,
     Request,
@@ -279,17 +279,24 @@ class Session:
             columns_ids[row, columns - count :] = rows[row][:count]
             valid[row, columns - count :] = True
         done = [0] * self.batch
+        dense = self.model.policy.prefill == "dense" and not self.model.policy.selects
+        hold = None
+        if dense:
+            last = [len(self._cached[row]) + count - 1 for row, count in enumerate(counts)]
+            hold = jnp.asarray(last, jnp.int32)
         for start, end in zip((0, *range(width, columns, whole)), range(width, columns + 1, whole), strict=True):
             new = valid[:, start:end].sum(1)
             rest = np.asarray(counts) - done - new + np.asarray(ahead)
             cache = store.reserve(new, new + np.minimum(rest, BURST))
             chunk_ids, chunk_valid = jnp.asarray(columns_ids[:, start:end]), jnp.asarray(valid[:, start:end])
-            store.cache = prefill(self.model, cache, chunk_ids, chunk_valid)
+            store.cache = prefill(self.model, cache, chunk_ids, chunk_valid, hold)
             store.took(new)
             for row, count in enumerate(new.tolist()):
                 fed, done[row] = done[row], done[row] + count
                 self._cached[row].extend(rows[row][fed : done[row]])
                 self._pending[row] = rows[row][done[row]] if done[row] < len(rows[row]) else None
+        if dense:
+            store.cache = sweep(store.reserve())
         store.shrink(ahead)
 
     def _start(self, asked: Request) -> _Turn:

@@ -25,6 +25,14 @@ Params = dict[str, Any]
 _INITIAL_STD = 0.02
 
 
+class _Index(NamedTuple):
+    """What the scan over the layers slices for each of them, see :class:`Layer`."""
+
+    number: Array
+    local_window: Array | None
+    extra: Any
+
+
 class Layer(NamedTuple):
     """What ``attend`` is told of the layer that calls it.
 
@@ -32,11 +40,15 @@ class Layer(NamedTuple):
         number: int32 scalar, from 0.
         local_window: int32 scalar, the layer's sliding window (NEVER: full attention); None when no layer has one.
         extra: this layer's slice of what the caller passed to ``forward`` as ``per_layer``.
+        inputs: what a policy may look at in this layer.
+        params: this layer's own parameters.
     """
 
     number: Array
     local_window: Array | None
     extra: Any
+    inputs: LayerInput
+    params: Params
 
 
 Attend = Callable[[Any, Layer, Array, Array, Array, Array | None], tuple[Array, Any, Any]]
@@ -180,7 +192,7 @@ def _block(
     positions: Array,
     x: Array,
     state: Any,
-    layer: Layer,
+    index: _Index,
     p: Params,
     policy_params: Any,
     fade: Array | None,
@@ -193,13 +205,15 @@ def _block(
     v = dense(p["v"], normed).reshape(batch, length, config.kv_heads, config.head_dim)
     if config.qk_norm:
         q, k = rms_norm(q, p["q_norm"], config.rms_eps), rms_norm(k, p["k_norm"], config.rms_eps)
-    gate = policy.gate(policy_params, LayerInput(x, normed, q, positions, config.kv_heads, config.rms_eps))
+    inputs = LayerInput(x, normed, q, positions, config.kv_heads, config.rms_eps)
+    gate = policy.gate(policy_params, inputs)
     if config.borrowed_channel:
         # Before and again after the rotation, which mixes it with its partner (as in the released code).
         q = without_borrowed(rope.rotate(without_borrowed(q, config.kv_heads, fade), *angles), config.kv_heads, fade)
     else:
         q = rope.rotate(q, *angles)
     k = rope.rotate(k, *angles)
+    layer = Layer(*index, inputs, p)
     out, state, result = attend(state, layer, q.swapaxes(1, 2), k.swapaxes(1, 2), v.swapaxes(1, 2), gate)
     x = x + dense(p["o"], out.swapaxes(1, 2).reshape(batch, length, config.heads * config.head_dim))
     normed = rms_norm(x, p["mlp_norm"], config.rms_eps)
@@ -246,17 +260,17 @@ def forward(
     if any(window is not None for window in config.local_windows):
         windows = jnp.asarray([NEVER if w is None else w for w in config.local_windows], jnp.int32)
 
-    def block(x: Array, state: Any, layer: Layer, p: Params, policy_params: Any) -> tuple[Array, Any, Any]:
-        return _block(config, policy, attend, angles, positions, x, state, layer, p, policy_params, fade)
+    def block(x: Array, state: Any, index: _Index, p: Params, policy_params: Any) -> tuple[Array, Any, Any]:
+        return _block(config, policy, attend, angles, positions, x, state, index, p, policy_params, fade)
 
     block = wrap(block) if wrap else block
 
     def step(carry: tuple[Array, Any], xs: Any) -> tuple[tuple[Array, Any], Any]:
-        layer, p, policy_params = xs
-        x, state, result = block(*carry, layer, p, policy_params)
+        index, p, policy_params = xs
+        x, state, result = block(*carry, index, p, policy_params)
         return (x, state), result
 
-    layers = Layer(jnp.arange(config.layers, dtype=jnp.int32), windows, per_layer)
+    layers = _Index(jnp.arange(config.layers, dtype=jnp.int32), windows, per_layer)
     (x, state), results = lax.scan(step, (x, state), (layers, params["layers"], policy.params))
     return rms_norm(x, params["norm"], config.rms_eps), state, results
 

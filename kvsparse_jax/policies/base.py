@@ -1,8 +1,12 @@
 """What every eviction policy is: who sets ``evict``, and how late it takes effect."""
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jax import Array
+
+from kvsparse_jax.models.config import ModelConfig
+
+Prefill = Literal["rule", "dense"]
 
 
 class LayerInput(NamedTuple):
@@ -25,20 +29,68 @@ class LayerInput(NamedTuple):
     rms_eps: float
 
 
-class Policy:
-    """Base of all policies that decide when a token arrives.
+class Held(NamedTuple):
+    """What a policy may look at when it selects, for one layer: N entries, S that the cache holds and then T new ones.
 
-    A policy is a frozen dataclass registered as a pytree: arrays are data, settings are static.
+    Attributes:
+        q: [B, Hq, T, D], the new tokens' queries after RoPE.
+        k: [B, H, N, D], keys after RoPE; NaN or garbage where there is no entry.
+        q_positions: [B, T] int32; -1 for a column that is no token.
+        k_positions: [B, H, N] int32; NEVER where there is no entry, 0 for what the cache holds (its order is lost, and
+            every query sees it).
+        recent: [B, H, N] bool, the newest ``recent`` tokens.
+        statistic: [B, H, N] float32, what the policy noted about each entry; 0 for new ones.
+        layer: int32 scalar.
+        scale: multiplies ``<q, k>``.
+    """
+
+    q: Array
+    k: Array
+    q_positions: Array
+    k_positions: Array
+    recent: Array
+    statistic: Array
+    layer: Array
+    scale: float
+
+    @property
+    def stored(self) -> int:
+        """S, how many of the columns are what the cache holds."""
+        return self.k.shape[2] - self.q.shape[2]
+
+
+class Selection(NamedTuple):
+    """What a policy selects: which of the entries stay [B, H, N] bool, and what it notes about each [B, H, N]."""
+
+    keep: Array
+    statistic: Array
+
+
+class Policy:
+    """Base of all policies.
+
+    A policy is a frozen dataclass registered as a pytree: arrays are data, settings are static. Most decide about a
+    token when it arrives (:meth:`gate`); one with a budget selects among all that is held (:meth:`select`).
 
     Attributes:
         window: delay of the eviction in tokens: a flagged key is visible to this many queries after its own.
         shift: token ``k + shift`` decides about key ``k``; 0 or 1.
         params: learned arrays, a pytree of [L, ...] that the decoder scans together with its layers, or None.
+        prefill: "rule": evicted keys are invisible within a prompt too; "dense": the tokens of a prompt see all of it,
+            and what is evicted leaves when the prompt ends.
+        selects: it selects instead of deciding on arrival, and at once: ``window`` and ``shift`` then mean nothing.
+        recent: for policies that select, how many of the newest tokens they ask to be told of.
     """
 
     window: int
     shift: int
     params: Any
+    prefill: Prefill = "rule"
+    selects: bool = False
+    recent: int = 1
+
+    def check(self, config: ModelConfig) -> None:
+        """Raises InputError when the policy was made for a model of another shape."""
 
     def gate(self, params: Any, layer: LayerInput) -> Array | None:
         """Decision logits [B, H, T] as emitted by each token (positive: evict), or None to keep everything.
@@ -47,4 +99,8 @@ class Policy:
             params: this layer's slice of ``params``.
             layer: what can be looked at.
         """
+        raise NotImplementedError
+
+    def select(self, held: Held) -> Selection:
+        """What stays of N entries, after a prompt or a step; asked only of policies that ``selects``."""
         raise NotImplementedError
