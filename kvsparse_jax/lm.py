@@ -136,7 +136,16 @@ class LM:
     ) -> generation.Replay:
         """Feeds given tokens through the real cache; see :func:`kvsparse_jax.generation.replay`."""
         ids, segments = self.check(input_ids, attention_mask)
-        return generation.replay(self._model, ids, segments, prefill, prefill_chunk, **options)
+        lm = self.prepared(ids, segments, prefill)
+        return generation.replay(lm._model, ids, segments, prefill, prefill_chunk, **options)
+
+    def prepared(self, ids: Array, segment_ids: Array, prefill: int | None = None) -> "LM":
+        """This model, its policy prepared for rows of token ids [B, T], of which ``prefill`` columns are a prompt."""
+        if not self.policy.prepares:
+            return self
+        columns, real = np.asarray(ids)[:, :prefill], np.asarray(segment_ids)[:, :prefill] > PADDING
+        rows = [row[keep].tolist() for row, keep in zip(columns, real, strict=True)]
+        return self.with_policy(self.policy.prepare(self._model, self.tokenizer, rows))
 
     def save(self, directory: str | os.PathLike[str], like: pathlib.Path | None = None) -> pathlib.Path:
         """Writes a Hugging Face directory that :func:`load` opens again; see :func:`kvsparse_jax.checkpoint.save`."""

@@ -7,22 +7,31 @@ hidden state. Here both are computed in one forward pass over the extended seque
 :func:`scores_in_chunks` is KVzip's own form for long contexts.
 """
 
+import dataclasses
 import functools
-from typing import TYPE_CHECKING, Literal, get_args
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+import numpy as np
+from jax import Array, lax
 from jax.typing import ArrayLike
 
 from kernels.numerics import accumulator
 from kernels.received.api import received
 from kernels.visibility import NEVER, PADDING
-from kvsparse_jax import whole
+from kvsparse_jax import errors, whole
+from kvsparse_jax.cache.base import bucket
+from kvsparse_jax.cache.dense import DenseCache
+from kvsparse_jax.cache.dense import init as init_dense
+from kvsparse_jax.cache.spec import CacheSpec
 from kvsparse_jax.errors import InputError
+from kvsparse_jax.generation.decode import Model, prefill, with_head
 from kvsparse_jax.models import decoder
 from kvsparse_jax.models.config import ModelConfig
 from kvsparse_jax.policies.dense import Dense
+from kvsparse_jax.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from kvsparse_jax.lm import LM
@@ -190,3 +199,168 @@ def oracle_scores(
     spans = {"context": _span("context", context, length), "probe": _span("probe", probe, length)}
     found = _scores(lm.params, lm.config, ids, segments, kind=kind, norm=norm, **spans)
     return jnp.log(found) if kind == "kvzip+" else found
+
+
+class Probe(NamedTuple):
+    """Token ids around the pieces of a long context, of which the model is asked for one repetition each.
+
+    A piece is asked for by ``first`` (the first one) or ``following`` and the last tokens of the piece before it; then
+    come ``suffix`` (what ends the user's turn and opens the assistant's) and the piece itself.
+    """
+
+    first: Sequence[int]
+    following: Sequence[int]
+    suffix: Sequence[int]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> "Probe":
+        """KVzip's words, and the suffix of the tokenizer's chat template (a line break where there is none)."""
+        suffix = "\n"
+        if tokenizer.has_chat_template:
+            mark = "[the context]"
+            text = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
+            before, found, suffix = text.partition(mark)
+            if not found:
+                raise InputError("the chat template does not show the user's message: KVzip cannot ask through it")
+        return cls(*(tokenizer.encode(x, add_bos=False) for x in (ASK_FIRST, ASK_FOLLOWING, suffix)))
+
+
+ASK_FIRST = "\n\nRepeat the previous context exactly."
+ASK_FOLLOWING = "\n\nRepeat the part of the previous context exactly, starting with"
+_OVERLAP = 8  # tokens of the piece before that a following piece is announced with
+
+
+@functools.partial(jax.jit, static_argnames=("piece", "kind"))
+def _piece_scores(
+    model: Model, cache: DenseCache, probe: Array, start: Array, end: Array, sinks: Array, *, piece: int, kind: Kind
+) -> Array:
+    """Scores [L, B, H, piece] of the columns from ``start`` to ``end`` (exclusive) of a full cache of the context.
+
+    Args:
+        probe: [B, T], padded with -1 at the end.
+        start, end, sinks: int32 scalars; the softmax is over the first ``sinks`` columns, the piece and the probe.
+    """
+    config = model.config
+    valid = probe >= 0
+    at = cache.positions(valid)
+
+    def attend(
+        cache: DenseCache, layer: decoder.Layer, q: Array, k: Array, v: Array, gate: Array | None
+    ) -> tuple[Array, DenseCache, Array]:
+        out, cache = cache.attend(
+            layer.number, q, k, v, None, valid, scale=config.scale, local_window=layer.local_window
+        )
+        keys = lax.dynamic_index_in_dim(cache.k, layer.number, 0, False).swapaxes(2, 3)
+        values = lax.dynamic_index_in_dim(cache.v, layer.number, 0, False)
+        heads = k.shape[:2]
+
+        def columns(x: Array) -> Array:
+            return lax.dynamic_slice_in_dim(x, start, piece, 2)
+
+        first = jnp.arange(_SINKS_AT_MOST, dtype=jnp.int32)
+        nth = start + jnp.arange(piece, dtype=jnp.int32)
+        never, before = jnp.int32(NEVER), jnp.int32(0)
+        positions = [
+            jnp.broadcast_to(x, (*heads, x.shape[-1]))
+            for x in (
+                jnp.where(first < jnp.minimum(sinks, start), before, never)[None, None],
+                jnp.where(nth < end, before, never)[None, None],
+                jnp.where(valid, at, never)[:, None],
+            )
+        ]
+        row_weight = None
+        if kind == "kvzip+":
+            x = layer.inputs.normed.astype(accumulator(q.dtype))
+            row_weight = 1 / jnp.maximum(jnp.sqrt(jnp.sum(x * x, -1)), jnp.asarray(1e-30, x.dtype))
+        found = received(
+            q,
+            jnp.concatenate([keys[:, :, :_SINKS_AT_MOST], columns(keys), k], 2),
+            jnp.where(valid, at, -1),
+            jnp.concatenate(positions, 2),
+            scale=config.scale,
+            reduce="max",
+            row_weight=row_weight,
+        )[..., _SINKS_AT_MOST : _SINKS_AT_MOST + piece]
+        if kind == "kvzip+":
+            found = found * value_norms(columns(values), layer.params["o"]["kernel"], config.heads)
+        return out, cache, found.reshape(*heads, -1, piece).max(2)
+
+    return decoder.forward(model.params, config, Dense(), jnp.maximum(probe, 0), at, attend, cache)[2]
+
+
+_SINKS_AT_MOST = 16
+
+
+def scores_in_chunks(
+    model: Model,
+    context: np.ndarray,
+    probe: Probe,
+    *,
+    prefix: int = 0,
+    chunk: int = 2048,
+    sinks: int = 4,
+    kind: Kind = "kvzip",
+) -> np.ndarray:
+    """KVzip's own form, for long contexts: a full cache of the context, asked for piece by piece.
+
+    The softmax of a piece is over the sinks, the piece and the probe alone, so its scores are not those of
+    :func:`oracle_scores`.
+
+    Args:
+        model: the model; its policy does not matter.
+        context: [B, T] token ids.
+        probe: see :class:`Probe`.
+        prefix: first tokens that are not scored (a chat template's); their score is 0.
+        chunk: tokens of a piece.
+        sinks: first tokens that are part of every piece's softmax, at most 16.
+        kind: "kvzip" or "kvzip+"; the plain value of either, no logarithm.
+
+    Returns:
+        [L, B, H, T] float32.
+
+    Raises:
+        InputError: settings out of range, or a context that with the largest probe is longer than the model's.
+    """
+    _chosen("kind", kind, get_args(Kind))
+    batch, length = context.shape
+    errors.whole("chunk", chunk, 1)
+    if not 0 <= errors.whole("sinks", sinks, 0) <= _SINKS_AT_MOST:
+        raise InputError(f"sinks must be at most {_SINKS_AT_MOST}, not {sinks}")
+    if not 0 <= prefix < length:
+        raise InputError(f"prefix must be from 0 to {length - 1}, the context being {length} tokens, not {prefix}")
+    starts = range(prefix, length, chunk)
+    piece = min(chunk, length - prefix)
+    asked = []
+    for start in starts:
+        words = np.asarray([*(probe.first if start == prefix else probe.following)], np.int32)
+        before = context[:, max(start - _OVERLAP, prefix) : start]
+        rows = [np.tile(words, (batch, 1)), before, np.tile(np.asarray(probe.suffix, np.int32), (batch, 1))]
+        asked.append(np.concatenate([*rows, context[:, start : start + piece]], 1))
+    width = max(x.shape[1] for x in asked)
+    if length + width > model.config.max_positions:
+        raise InputError(
+            f"a context of {length} tokens and a probe of {width} are more than the model's "
+            f"{model.config.max_positions}"
+        )
+    dense = dataclasses.replace(with_head(model), policy=Dense())
+    spec = CacheSpec.of(dense.config, dense.policy, dense.dtype)
+    cache = jax.device_put(init_dense(spec, batch, slots=bucket(length + max(width, piece))), dense.sharding)
+    for start in range(0, length, chunk):
+        ids = context[:, start : start + chunk]
+        pad = ((0, 0), (0, min(chunk, length) - ids.shape[1]))
+        valid = np.pad(np.ones(ids.shape, bool), pad)
+        cache = prefill(dense, cache, jnp.asarray(np.pad(ids, pad), jnp.int32), jnp.asarray(valid))
+    found = np.zeros((model.config.layers, batch, model.config.kv_heads, length), np.float32)
+    for start, question in zip(starts, asked, strict=True):
+        end = min(start + piece, length)
+        ids = np.pad(question, ((0, 0), (0, width - question.shape[1])), constant_values=-1)
+        scores = _piece_scores(
+            dense,
+            cache,
+            jnp.asarray(ids, jnp.int32),
+            *(jnp.int32(x) for x in (start, end, sinks)),
+            piece=piece,
+            kind=kind,
+        )
+        found[..., start:end] = np.asarray(scores)[..., : end - start]
+    return found

@@ -212,6 +212,44 @@ def kept_by_layer_and_head(kept: ArrayLike, *, title: str = "kept fraction by la
     return figure
 
 
+def correlation_by_layer_and_head(squared: Mapping[str, ArrayLike]) -> Figure:
+    """Heat maps of the squared Pearson correlation of surrogates with their oracle, one above the other.
+
+    Args:
+        squared: name of each surrogate -> [L, H], from 0 to 1.
+
+    Raises:
+        ValueError: none, or one that is not two-dimensional or not within 0 and 1.
+    """
+    maps = {name: np.asarray(values, float) for name, values in squared.items()}
+    if not maps:
+        raise ValueError("there is no correlation to show")
+    for name, values in maps.items():
+        if values.ndim != 2 or values.size == 0 or not ((values >= 0) & (values <= 1)).all():
+            raise ValueError(f"correlations of {name} must be [layers, kv_heads], each from 0 to 1")
+    layers = max(values.shape[0] for values in maps.values())
+    width = min(max(0.42 * layers + 2.2, 5.0), _WIDEST)
+    heights = [values.shape[1] for values in maps.values()]
+    figure = _figure(width, 0.36 * sum(heights) + 0.9 * len(maps) + 0.9, "squared Pearson correlation with the oracle")
+    panels = figure.subplots(len(maps), 1, squeeze=False, gridspec_kw={"height_ratios": heights})
+    font = min(8.0, 20.0 * (width - 2.2) / layers)
+    for axes, (name, values) in zip(panels[:, 0], maps.items(), strict=True):
+        axes.imshow(values.T, cmap="viridis", vmin=0.0, vmax=1.0, aspect="auto", interpolation="nearest")
+        for (x, y), value in np.ndenumerate(values):
+            if font >= 4.5:
+                colour = "black" if value > 0.6 else "white"
+                axes.text(x, y, f"{100 * value:.0f}", ha="center", va="center", color=colour, fontsize=font)
+        axes.set_title(f"{name}: mean {values.mean():.3f}", fontsize=9, loc="left")
+        axes.set_yticks(range(values.shape[1]))
+        axes.set_ylabel("KV head")
+        axes.set_xticks(range(0, layers, max(1, math.ceil(layers / 40))))
+        axes.spines[:].set_visible(False)
+    panels[-1, 0].set_xlabel("layer (cells: percent)")
+    bar = figure.colorbar(panels[0, 0].images[0], ax=list(panels[:, 0]), fraction=0.05, pad=0.01)
+    bar.set_label("share of variance")
+    return figure
+
+
 def _lines(axes: Axes, x: ArrayLike, lines: Mapping[str, ArrayLike]) -> None:
     at = np.asarray(x, float)
     for index, (label, values) in enumerate(lines.items()):

@@ -131,7 +131,8 @@ def kept(lm: "LM", input_ids: ArrayLike, attention_mask: ArrayLike | None = None
     Returns:
         [L, B, H, T] bool, False at padding.
     """
-    return _kept(lm.params, lm.config, lm.policy, *lm.check(input_ids, attention_mask))
+    ids, segments = lm.check(input_ids, attention_mask)
+    return _kept(lm.params, lm.config, lm.prepared(ids, segments).policy, ids, segments)
 
 
 def decision_logits(lm: "LM", input_ids: ArrayLike, attention_mask: ArrayLike | None = None) -> Array:

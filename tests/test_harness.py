@@ -19,7 +19,7 @@ import tokenizers
 import kvsparse_jax as kvs
 from kvsparse_jax.errors import InputError, RunError
 from kvsparse_jax.evaluate import measure
-from kvsparse_jax.policies import Dense, StreamingLLM
+from kvsparse_jax.policies import TOVA, Dense, StreamingLLM
 from kvsparse_jax.tokenizer import Tokenizer
 from kvsparse_jax.whole import full_hidden
 
@@ -321,16 +321,16 @@ def test_logits_exist_in_chunks_only(lm, make, monkeypatch):
                 if hasattr(inner, "eqns"):
                     yield from sizes(inner)
 
-    index, hidden = jnp.zeros(1024, jnp.int32), jnp.zeros((2, 512, lm.config.hidden), jnp.float32)
+    index, hidden = jnp.zeros(1024, jnp.int32), jnp.zeros((2, 512, lm.config.hidden_size), jnp.float32)
     traced = jax.make_jaxpr(functools.partial(module._scores, chunk=16))(lm.params, hidden, index, index, index)
     assert 16 * 384 in list(sizes(traced.jaxpr))  # a chunk's logits were seen, so all of them would be
-    assert max(sizes(traced.jaxpr)) <= 1024 * lm.config.hidden < 1024 * 384
+    assert max(sizes(traced.jaxpr)) <= 1024 * lm.config.hidden_size < 1024 * 384
 
 
 def test_what_is_not_finite_is_an_error(lm, make):
     params = lm.params | {"embed": lm.params["embed"] * float("nan")}
     with pytest.raises(RunError, match="not finite"):
-        make(dataclasses.replace(lm, params=params)).loglikelihood(asked(("a", "b")))
+        make(dataclasses.replace(lm, params=params)).loglikelihood(asked(("a", " b")))
 
 
 # --- rolling log-likelihood -------------------------------------------------------------------------------------------
@@ -444,16 +444,31 @@ def test_sampling(lm, make):
     assert first == make(lm, batch_size=1).generate_until(requests)
     assert first[0] != first[2]
     assert first != make(lm, seed=10).generate_until(requests)
-    model = make(lm)
+    model = make(lm, max_gen_toks=20)
     assert model._asked({"do_sample": True}).temperature == 1.0
     assert model._asked({"do_sample": False, "temperature": 0.7}).temperature == 0.0
     assert model._asked({"temperature": 0.7}).temperature == 0.7
-    assert model._asked({}).temperature == 0.0 and model._asked({}).limit == 256 - 1 or True
+    nothing = make(lm, max_gen_toks=9)._asked({})
+    assert (nothing.temperature, nothing.limit, nothing.stop) == (0.0, 9, ())
     one = model._asked({"do_sample": True, "top_p": 0.9, "top_k": 5, "num_beams": 1, "max_new_tokens": 3})
     assert dict(one.sampling) == {"top_p": 0.9, "top_k": 5, "min_p": 0.0, "repetition_penalty": 1.0}
     assert one.limit == 3
     with pytest.raises(InputError, match="generation has no setting 'num_beams'; there are until, max_gen_toks"):
         model._asked({"num_beams": 4})
+
+
+def test_policies_that_evict_after_the_prompt_only_generate(lm, make):
+    """One pass over a whole sequence shows them nothing but the full cache, which is not to pass for theirs."""
+    policy = TOVA(budget=12)
+    model = make(lm, policy=policy)
+    (text,) = model.generate_until(asked((WORDS, {"max_gen_toks": 8})))
+    out = lm.with_policy(policy).generate([lm.tokenizer.encode(WORDS)], 8, temperature=0.0)
+    assert [text] == out.text
+    assert model.counts["generate_until"].cr_entries == pytest.approx(out.cache.seen[0] / out.cache.live.mean()) > 2
+    assert model.get_model_info()["policy"]["name"] == "TOVA"
+    for score, request in ((model.loglikelihood, ("a", " b")), (model.loglikelihood_rolling, (WORDS,))):
+        with pytest.raises(InputError, match="TOVA evicts when a prompt has ended"):
+            score(asked(request))
 
 
 # --- chat, caching, arguments -----------------------------------------------------------------------------------------
@@ -484,23 +499,21 @@ def test_chat_template(lm, make):
         model.chat_template("rag")
 
 
-def test_answers_reach_the_cache_of_the_harness(lm, make, tmp_path):
-    """A second run takes all answers from it: of a model that would fail at every one."""
-    docs = [{"text": WORDS[:30]}]
-    tasks = [
-        task("choice", "multiple_choice", QUESTIONS[:1], **CHOICE),
-        task("rolling", "loglikelihood_rolling", docs, doc_to_text="", doc_to_target="{{text}}",
-             metric_list=[{"metric": "word_perplexity"}]),
-        task("until", "generate_until", docs, doc_to_text="{{text}}", doc_to_target="text",
-             generation_kwargs={"until": ["."], "max_gen_toks": 4}, metric_list=[{"metric": "exact_match"}]),
-    ]  # fmt: skip
-    first = run(make(lm), *tasks, use_cache=str(tmp_path / "answers"))
-    broken = dataclasses.replace(lm, params={})
-    again = run(make(broken), *tasks, use_cache=str(tmp_path / "answers"))
-    for name, samples in first["samples"].items():
-        assert [x["resps"] for x in samples] == [
-            [[*map(type(x["resps"][0][0]), r)] for r in x["resps"]] for x in again["samples"][name]
-        ]
+def test_answers_reach_the_cache_of_the_harness(lm, make):
+    """Each under its request, so that an interrupted run goes on where it was."""
+    model, seen = make(lm, batch_size=1), []
+    model.set_cache_hook(
+        SimpleNamespace(add_partial=lambda kind, request, answer: seen.append((kind, request, answer)))
+    )
+    pairs = [("The cat", " sat"), ("A", " mat and a dog")]
+    texts = [(WORDS[:9],), (WORDS[:5],)]
+    prompts = [(text, {"until": ["."], "max_gen_toks": 4}) for (text,) in texts]
+    answers = [("loglikelihood", *x) for x in zip(pairs, model.loglikelihood(asked(*pairs)), strict=True)]
+    answers += [
+        ("loglikelihood_rolling", *x) for x in zip(texts, model.loglikelihood_rolling(asked(*texts)), strict=True)
+    ]
+    answers += [("generate_until", *x) for x in zip(prompts, model.generate_until(asked(*prompts)), strict=True)]
+    assert sorted(seen, key=str) == sorted(answers, key=str) and len(seen) == 6
 
 
 @pytest.mark.parametrize(
@@ -512,7 +525,6 @@ def test_answers_reach_the_cache_of_the_harness(lm, make, tmp_path):
         ({"budget": 8}, "budget is a setting of a policy"),
         ({"policy": "streaming", "budget": 8, "window": 2}, "no setting 'window'"),
         ({"polcy": "dense"}, "kvsparse has no setting 'polcy'"),
-        ({"device": "cuda:0"}, "set JAX_PLATFORMS"),
         ({"max_batch_size": 4}, "leave out max_batch_size"),
         ({"batch_size": "auto"}, "batch_size must be a whole number"),
         ({"batch_size": 0}, "batch_size must be a whole number, at least 1"),
@@ -536,6 +548,8 @@ def test_bad_requests_in_one_line(lm, make):
         model.loglikelihood(asked(("a", "")))
     with pytest.raises(InputError, match="adds no tokens to its context"):
         model.loglikelihood(asked(("", "<|bos|>")))
+    with pytest.raises(InputError, match="the continuation 'b' adds no tokens"):
+        model.loglikelihood(asked(("a", "b")))  # one token together
     with pytest.raises(InputError, match="no tokenizer"):
         make(dataclasses.replace(lm, tokenizer=None))
     small = dataclasses.replace(lm, config=dataclasses.replace(lm.config, vocab_size=40))
@@ -553,7 +567,8 @@ def test_policy_arguments_are_put_together(lm, dms, make):
         dms.policy, window=2, offset=1.0
     )
     made = make.create_from_arg_string(
-        f"pretrained={lm.source},policy=streaming:budget=9,sinks=3,kv_dtype=int8", {"batch_size": "4", "device": None}
+        f"pretrained={lm.source},policy=streaming:budget=9,sinks=3,kv_dtype=int8",
+        {"batch_size": "4", "device": "cuda:0"},
     )
     assert (made.lm.policy, made.batch_size) == (StreamingLLM(9, 3), 4)
     assert made.get_model_info()["cache_options"] == {"kv_dtype": "int8", "prefill_chunk": None}

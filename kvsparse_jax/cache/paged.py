@@ -155,13 +155,7 @@ class PagedCache(Cache):
 
     def sweep(self) -> Self:
         """See :meth:`Cache.sweep`."""
-        cache = self
-
-        def layer(cache: Self, index: Array) -> tuple[Self, None]:
-            return drop(cache, index, _expiries(cache, index) < cache.seen[:, None, None]), None
-
-        layers = jnp.arange(self.lengths.shape[0], dtype=jnp.int32)
-        return lax.scan(layer, cache, layers)[0]
+        return _sweep(self)
 
     def release(self, rows: Array) -> Self:
         """Empties the sequences ``rows`` [B] bool. All released: as new, but for stale pages."""
@@ -581,6 +575,16 @@ def drop(cache: PagedCache, layer: Array, mask: Array) -> PagedCache:
     held = jnp.take_along_axis(gone, jnp.clip(state.ring, 0), 2) & (state.ring >= 0)
     ring = jnp.where(held, -1, state.ring)
     return _close(cache, layer, state._replace(ring=ring), jnp.where(gone, slots, -1))
+
+
+def _sweep(cache: PagedCache) -> PagedCache:
+    """:meth:`PagedCache.sweep`, layer by layer."""
+
+    def layer(cache: PagedCache, index: Array) -> tuple[PagedCache, None]:
+        return drop(cache, index, _expiries(cache, index) < cache.seen[:, None, None]), None
+
+    swept, _ = lax.scan(layer, cache, jnp.arange(cache.lengths.shape[0], dtype=jnp.int32))
+    return swept
 
 
 def entries(cache: PagedCache, layer: Array) -> tuple[Array, Array, Array, Array]:

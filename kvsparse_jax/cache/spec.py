@@ -24,7 +24,7 @@ class CacheSpec:
         shift: token k + shift decides about token k; 0 or 1.
         local_windows: per layer, the model's own sliding window or None; empty: no layer has one.
         max_positions: no sequence gets longer than this; None: unknown.
-        recent: how many of the newest tokens a policy that selects has to be told of; None: the policy does not select.
+        recent: how many of the newest tokens a policy that selects has to be told of; None: it does not select.
 
     Raises:
         ValueError: a number that makes no sense.
@@ -64,7 +64,7 @@ class CacheSpec:
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
             dtype=jnp.dtype(dtype),
-            window=(0 if policy.selects else policy.window) if _decides(policy, config, dtype) else None,
+            window=0 if policy.selects else policy.window if _decides(policy, config, dtype) else None,
             shift=policy.shift,
             local_windows=config.local_windows,
             max_positions=config.max_positions,
@@ -96,8 +96,6 @@ class CacheSpec:
 
 def _decides(policy: Policy, config: ModelConfig, dtype: DTypeLike) -> bool:
     """Whether the policy ever flags a token: its gate is traced, not run."""
-    if policy.selects:
-        return True
 
     def gate(params: Any, residual: Array, q: Array, positions: Array) -> Array | None:
         return policy.gate(params, LayerInput(residual, residual, q, positions, config.kv_heads, config.rms_eps))

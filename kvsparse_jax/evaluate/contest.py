@@ -4,19 +4,20 @@ import importlib.metadata
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kvsparse_jax import cli, corpus
+from kvsparse_jax import corpus
 from kvsparse_jax.errors import InputError
 from kvsparse_jax.evaluate import measure
 from kvsparse_jax.evaluate.match import equal_memory_budget
 from kvsparse_jax.evaluate.results import DENSE, EQUAL_MEMORY, Estimate, Memory, Report, Result, Retrieval, Role
 from kvsparse_jax.evaluate.sequences import Sequences
+from kvsparse_jax.evaluate.steps import Steps
 from kvsparse_jax.lm import LM
 from kvsparse_jax.policies import DMS, Dense, Policy, StreamingLLM
 from kvsparse_jax.policies.spec import Method, describe
@@ -127,32 +128,10 @@ class _Contest:
         return [f"the model has no eviction policy: {told}"]
 
 
-class _Steps:
-    """A progress bar, or nothing."""
-
-    def __init__(self, total: int, desc: str, unit: str, wanted: bool) -> None:
-        self._bar = cli.progress(total, desc=desc, unit=unit) if wanted else None
-
-    def show(self, **figures: Any) -> None:
-        if self._bar is not None:
-            self._bar.set_postfix(**figures)
-
-    def advance(self, rows: slice) -> None:
-        if self._bar is not None:
-            self._bar.update(rows.stop - rows.start)
-
-    def __enter__(self) -> "_Steps":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-
 class _Group:
     """Sequences of one length, compared method by method with the full cache, which has to come first."""
 
-    def __init__(self, base: LM, sequences: Sequences, batch_size: int, steps: _Steps) -> None:
+    def __init__(self, base: LM, sequences: Sequences, batch_size: int, steps: Steps) -> None:
         self._base, self._sequences, self._steps = base, sequences, steps
         self._rows = measure.Rows(np.asarray(sequences.ids), sequences.real, batch_size)
         self._chunk = measure.chunk_of(batch_size, base.config.vocab_size)
@@ -183,7 +162,7 @@ class _Group:
                 compared = measure.compare(self._base.params, model.params, dense, hidden, targets, self._chunk)
                 for into, values in zip(found, compared, strict=True):
                     into[index] = np.asarray(values)[:count]
-            self._steps.advance(index)
+            self._steps.advance(index.stop - index.start)
 
         kept = self._rows.run(model, use)
         kl, reverse, loss = found
@@ -244,7 +223,7 @@ def evaluate(
                 method(length)
     results: list[Result] = []
     total = sum(len(s.ids) for s in sequences) * contest.passes
-    with _Steps(total, "evaluate", "sequences", progress) as steps:
+    with Steps(total, "evaluate", "sequences", progress) as steps:
         for group in sequences:
             take = _Group(contest.base, group, batch_size, steps).take
             results += contest.run(group.ids.shape[1], take)
@@ -295,7 +274,7 @@ def passkey(
     depths = np.minimum([int(p.depth * _DEPTHS) for p in prompts], _DEPTHS - 1)
     every = np.ones(len(prompts), bool)
     dense = 0.0  # accuracy of the full cache, which comes first
-    with _Steps(len(prompts) * contest.passes, "passkey", "prompts", progress) as steps:
+    with Steps(len(prompts) * contest.passes, "passkey", "prompts", progress) as steps:
 
         def take(name: str, role: Role, model: LM) -> Retrieval:
             nonlocal dense
@@ -306,7 +285,7 @@ def passkey(
                 chosen = measure.likeliest(model.params, hidden, jnp.asarray(columns[rows.filled(index)]))
                 wanted = answers[index]
                 correct[index] = ((np.asarray(chosen)[: len(wanted)] == wanted) | (wanted < 0)).all(1)
-                steps.advance(index)
+                steps.advance(index.stop - index.start)
 
             memory = rows.run(model, use).summary(every)
             if role == "full":

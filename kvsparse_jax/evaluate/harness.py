@@ -11,9 +11,11 @@ Once this module is imported, ``simple_evaluate(model="kvsparse", model_args="pr
 too.
 
 Log-likelihoods come from whole sequences in one pass under the policy's hard rule, which sees what the compressed
-cache would hold at every token; generation runs on that cache. Texts are tokenised and truncated as the harness's own
-Hugging Face models do it, so that figures can be compared, with one difference: a rolling text has no BOS token of its
-own. It follows the prefix token, which those models then repeat.
+cache would hold at every token; generation runs on that cache. Policies that evict when a prompt has ended (those with
+a budget, KVzap with a dense prefill) would see the full cache in such a pass: scoring refuses them, generation does
+not. Texts are tokenised and truncated as the harness's own Hugging Face models do it, so that figures can be compared,
+with one difference: a rolling text has no BOS token of its own. It follows the prefix token, which those models then
+repeat.
 
 The harness comes with the extra ``harness``, and nothing else in the library imports it. It does not need torch. Where
 torch is installed all the same, ``simple_evaluate`` imports it, to seed it and to describe the machine; this module
@@ -204,7 +206,8 @@ class KVSparse(TemplateLM):
             seed: of tasks that sample; every request draws from a stream of its own.
             prefill_chunk: see :meth:`kvsparse_jax.lm.LM.generate`.
             enable_thinking: given to the chat template, where not None.
-            max_batch_size, device: the harness's own, which have no meaning here: refused.
+            max_batch_size: refused; no batch size is searched for.
+            device: ignored: the harness's command line always names one, and jax has chosen.
             **settings: the policy's, for the harness divides "policy=streaming:budget=256,sinks=8" at the comma; and
                 those of the cache that generation runs on, see :class:`kvsparse_jax.generation.CacheOptions`.
 
@@ -215,8 +218,6 @@ class KVSparse(TemplateLM):
         if unknown := sorted(settings.keys() - {*_CACHE_OPTIONS, *_POLICY_SETTINGS}):
             accepted = ", ".join((*_CACHE_OPTIONS, *_POLICY_SETTINGS))
             raise InputError(f"kvsparse has no setting {unknown[0]!r}; beside the named ones it takes {accepted}")
-        if device is not None:
-            raise InputError("kvsparse runs where jax does: set JAX_PLATFORMS and leave out device")
         if max_batch_size is not None:
             raise InputError("kvsparse finds no batch size of its own: give batch_size and leave out max_batch_size")
         if dtype not in (None, "auto", *_DTYPES):
@@ -377,6 +378,12 @@ class KVSparse(TemplateLM):
         Returns:
             Log-probability [N] float64 and whether it is the likeliest token [N] bool, of the targets of each piece.
         """
+        policy = self.lm.policy
+        if policy.selects or policy.prefill == "dense":
+            name = type(policy).__name__
+            raise InputError(
+                f"{name} evicts when a prompt has ended: scores would be the full cache's, so only generate"
+            )
         of: dict[tuple[int, ...], list[int]] = {}
         for number, (inputs, _) in enumerate(pieces):
             of.setdefault(inputs, []).append(number)

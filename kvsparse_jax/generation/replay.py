@@ -8,10 +8,12 @@ import numpy as np
 from jax import Array
 
 from kernels.visibility import PADDING
-from kvsparse_jax.cache.report import counts, page_bytes, used_bytes
+from kvsparse_jax.cache.base import Cache
+from kvsparse_jax.cache.report import CacheReport, counts, page_bytes, used_bytes
 from kvsparse_jax.cache.spec import CacheSpec
 from kvsparse_jax.cache.store import CacheOptions, Store
 from kvsparse_jax.errors import InputError, whole
+from kvsparse_jax.generation import decode
 from kvsparse_jax.generation.decode import BURST, Model, sweep, teach, with_head
 
 
@@ -100,3 +102,67 @@ def replay(
     used = np.asarray(fixed) + pages.sum((1, 2, 3)) * page_bytes(store.reserve())
     every = np.concatenate([np.asarray(x)[:, :count] for x, count in logits], 1)
     return Replay(logits=every, live=live, pages=pages, page_size=store.options.page_size, used=used)
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What :func:`continuation` gives, for n columns after a prompt of P.
+
+    Attributes:
+        logits: [B, n, V], of the columns after the prompt.
+        prompt: report of the cache when the prompt has entered.
+        end: report of the cache at the end.
+    """
+
+    logits: Array
+    prompt: CacheReport
+    end: CacheReport
+
+
+def continuation(
+    model: Model, input_ids: Array, context: int, prefill_chunk: int | None = None, **cache_options: Any
+) -> Continuation:
+    """Stores a prompt as a session would, then feeds given tokens as if they were being generated.
+
+    Args:
+        model: the model.
+        input_ids: [B, T] int32, no padding.
+        context: P, columns that are the prompt; the rest continues it.
+        prefill_chunk: columns per chunk of the prompt; None is one chunk.
+        **cache_options: see :class:`CacheOptions`.
+
+    Raises:
+        InputError: ``context`` out of range.
+    """
+    ids = np.asarray(input_ids)
+    batch, length = ids.shape
+    if not 0 < whole("context", context, 1) < length:
+        raise InputError(f"context must be from 1 to {length - 1}, the columns being {length}, not {context}")
+    policy = model.policy
+    dense = policy.prefill == "dense" and not policy.selects
+    hold = jnp.full((batch,), context - 1, jnp.int32) if dense else None
+    store = Store(CacheSpec.of(model.config, policy, model.dtype), batch, CacheOptions(**cache_options), model.sharding)
+    model = with_head(model)
+
+    def columns(start: int, end: int, width: int) -> tuple[Cache, Array, Array]:
+        cache = store.reserve(end - start, max(length - start, width))
+        pad = ((0, 0), (0, width - (end - start)))
+        marks = np.pad(np.ones((batch, end - start), bool), pad)
+        return cache, jnp.asarray(np.pad(ids[:, start:end], pad), jnp.int32), jnp.asarray(marks)
+
+    chunk = context if prefill_chunk is None else whole("prefill_chunk", prefill_chunk, 1)
+    for start in range(0, context, chunk):
+        end = min(start + chunk, context)
+        store.cache = decode.prefill(model, *columns(start, end, chunk), hold)
+        store.took([end - start] * batch)
+    if dense:
+        store.cache = sweep(store.reserve())
+    prompt = store.report()
+    # A policy that selects does so after every token; for others a chunk is the same as its tokens one by one.
+    step = 1 if policy.selects else length - context
+    logits = []
+    for start in range(context, length, step):
+        out, store.cache = teach(model, *columns(start, start + step, step))
+        store.took([step] * batch)
+        logits.append(out)
+    return Continuation(jnp.concatenate(logits, 1), prompt, store.report())

@@ -145,6 +145,9 @@ class Session:
             total = self._length(row) + len(ids)
             if total > limit:
                 raise InputError(f"row {row} would have {total} tokens, more than the model's context of {limit}")
+        if self.model.policy.prepares and not any(self._length(row) for row in range(self.batch)):
+            policy = self.model.policy.prepare(self.model, self.tokenizer, new)
+            self.model = dataclasses.replace(self.model, policy=policy)
         chunk = self.prefill_chunk if prefill_chunk is None else whole("prefill_chunk", prefill_chunk, 1)
         for row, pending in enumerate(self._pending):
             if pending is not None:

@@ -7,6 +7,7 @@ from kvsparse_jax.policies.dms import DMS
 from kvsparse_jax.policies.h2o import H2O
 from kvsparse_jax.policies.knorm import Knorm
 from kvsparse_jax.policies.kvzap import KVzap
+from kvsparse_jax.policies.kvzip import KVzip
 from kvsparse_jax.policies.random import Random
 from kvsparse_jax.policies.snapkv import SnapKV
 from kvsparse_jax.policies.streaming import StreamingLLM
@@ -20,6 +21,7 @@ __all__ = [
     "Dense",
     "Held",
     "KVzap",
+    "KVzip",
     "Knorm",
     "LayerInput",
     "Policy",

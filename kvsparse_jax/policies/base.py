@@ -1,5 +1,6 @@
 """What every eviction policy is: who sets ``evict``, and how late it takes effect."""
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from jax import Array
@@ -79,6 +80,7 @@ class Policy:
         prefill: "rule": evicted keys are invisible within a prompt too; "dense": the tokens of a prompt see all of it,
             and what is evicted leaves when the prompt ends.
         selects: it selects instead of deciding on arrival, and at once: ``window`` and ``shift`` then mean nothing.
+        prepares: it has to see a prompt before the prompt enters, see :meth:`prepare`.
         recent: for policies that select, how many of the newest tokens they ask to be told of.
     """
 
@@ -87,10 +89,15 @@ class Policy:
     params: Any
     prefill: Prefill = "rule"
     selects: bool = False
+    prepares: bool = False
     recent: int = 1
 
     def check(self, config: ModelConfig) -> None:
         """Raises InputError when the policy was made for a model of another shape."""
+
+    def prepare(self, model: Any, tokenizer: Any, rows: Sequence[Sequence[int]]) -> "Policy":
+        """The policy for prompts ``rows`` of token ids, one per row of the batch; asked of those that ``prepares``."""
+        return self
 
     def gate(self, params: Any, layer: LayerInput) -> Array | None:
         """Decision logits [B, H, T] as emitted by each token (positive: evict), or None to keep everything.

@@ -16,7 +16,7 @@ from kvsparse_jax.policies.budgeted import Budgeted, register
 class Knorm(Budgeted):
     """Score: minus the key's Euclidean norm."""
 
-    recent = 0  # type: ignore[misc]
+    recent = 0
 
     def score(self, held: Held) -> Array:
         """See :meth:`Budgeted.score`."""

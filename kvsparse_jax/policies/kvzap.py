@@ -88,7 +88,7 @@ class KVzap(Policy):
             value = config.get(key)
             if value is None and key == "hidden_dim":
                 continue
-            sizes[key] = whole(f"{directory / 'config.json'}: {key}", value, 1)  # type: ignore[arg-type]
+            sizes[key] = whole(f"{directory / 'config.json'}: {key}", value, 1)
         layers, features, heads = sizes["n_modules"], sizes["input_dim"], sizes["output_dim"]
         width = sizes.get("hidden_dim")
         parts = {"out": ("", features, heads)}

@@ -22,7 +22,7 @@ class SnapKV(Budgeted):
         kernel: tokens per average, odd.
     """
 
-    window: int = 64  # type: ignore[misc]
+    window: int = 64
     kernel: int = 5
 
     while_decoding = False

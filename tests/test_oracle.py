@@ -1,0 +1,147 @@
+"""The KVzip oracles, against the original code's numbers; and the policy that keeps what they find best."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvsparse_jax as kvs
+from kvsparse_jax.oracle import Probe, scores_in_chunks
+from kvsparse_jax.policies.kvzip import best
+
+PRESSES = [f"{m}_{p}_{c}" for m in ("llama", "qwen3") for p in ("prefix", "noprefix") for c in ("1chunk", "chunked")]
+
+
+@pytest.fixture(scope="module")
+def models(golden_methods):
+    return {name: kvs.load(golden_methods / "5_kvzip" / name, dtype="float32") for name in ("llama", "qwen3")}
+
+
+def spans(gold):
+    context = int(gold["start_prompt"]), int(gold["end_prompt"])
+    return context, (int(gold["start_repeated_prompt"]), int(gold["end_repeated_prompt"]))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_scores_equal_the_reference(golden_methods, models, name):
+    gold = np.load(golden_methods / "5_kvzip" / f"kvzip_plus_{name}.npz")
+    for kind, key in (("kvzip+", "log_splus"), ("kvzip", "kvzip_score")):
+        got = kvs.oracle_scores(models[name], gold["input_ids"], *spans(gold), kind=kind)
+        np.testing.assert_allclose(got[:, 0], gold[key], atol=1e-4)
+
+
+def test_rows_and_padding_do_not_show(golden_methods, models):
+    """A padded row of a batch has the scores that it has alone."""
+    gold = np.load(golden_methods / "5_kvzip" / "kvzip_plus_llama.npz")
+    ids = gold["input_ids"]
+    batch = np.concatenate([np.roll(ids, 1, 1), ids])
+    batch = np.pad(batch, ((0, 0), (2, 0)), constant_values=7)
+    mask = np.ones(batch.shape, bool)
+    mask[:, :2] = False
+    context, probe = (tuple(x + 2 for x in span) for span in spans(gold))
+    got = kvs.oracle_scores(models["llama"], batch, context, probe, attention_mask=mask)
+    np.testing.assert_allclose(got[:, 1], gold["log_splus"], atol=1e-4)
+
+
+def test_the_norm_is_a_choice(golden_methods, models):
+    """kvzip+ divides every row by a norm that does not depend on the head: the other norm moves layers, not ranks."""
+    gold = np.load(golden_methods / "5_kvzip" / "kvzip_plus_llama.npz")
+    got = [kvs.oracle_scores(models["llama"], gold["input_ids"], *spans(gold), norm=n) for n in ("input", "residual")]
+    assert float(jnp.abs(got[0] - got[1]).max()) > 0.1
+
+
+@pytest.mark.parametrize("case", PRESSES)
+@pytest.mark.parametrize(("kind", "key"), [("kvzip", "plain"), ("kvzip+", "plus")])
+def test_chunked_scores_equal_the_reference(golden_methods, models, case, kind, key):
+    gold = np.load(golden_methods / "5_kvzip" / f"kvzip_press_{case}.npz")
+    probe = Probe(*(gold[x].tolist() for x in ("question_first", "question_next", "suffix_ids")))
+    got = scores_in_chunks(
+        models[case.split("_")[0]]._model,
+        gold["context_ids"],
+        probe,
+        prefix=int(gold["prefix_length"]),
+        chunk=int(gold["chunk_size"]),
+        sinks=int(gold["n_sink"]),
+        kind=kind,
+    )
+    np.testing.assert_allclose(got[:, 0], gold[f"score_{key}"], atol=5e-5)
+    for per, evicted in (("model", "global"), ("layer", "layerwise")):
+        want = ~gold[f"evicted_{key}_{evicted}"]
+        # Half of all entries stay; with an odd number of them the count is no multiple of the heads.
+        groups = got[:, 0].shape[0] * got[:, 0].shape[1] if per == "model" else got[:, 0].shape[1]
+        kept = int(want.sum()) if per == "model" else int(want[0].sum())
+        if kept % groups == 0:
+            np.testing.assert_array_equal(best(got[:, 0], kept // groups, per, int(gold["n_sink"])), want)
+
+
+class Words:
+    """A tokenizer of one word per id."""
+
+    has_chat_template = False
+
+    def encode(self, text, add_bos=False):
+        return [3 + (ord(c) % 90) for c in text[:6]]
+
+
+def test_the_policy_keeps_what_the_oracle_finds_best(models):
+    lm = dataclasses.replace(models["llama"], tokenizer=Words(), policy=kvs.KVzip(budget=10, sinks=2, chunk=16))
+    rng = np.random.default_rng(0)
+    ids = rng.integers(3, 97, (2, 40))
+    mask = np.ones(ids.shape, bool)
+    mask[1, :11] = False
+    kept = np.asarray(kvs.kept(lm, ids, mask))
+    for row in range(2):
+        tokens = ids[row][mask[row]]
+        scores = scores_in_chunks(lm._model, tokens[None], Probe.of(Words()), chunk=16, sinks=2)[:, 0]
+        np.testing.assert_array_equal(kept[:, row][..., mask[row]], best(scores, 10, "model", 2))
+        assert kept[:, row].sum() == 10 * 3 * 2
+        assert kept[:, row][..., mask[row]][..., :2].all()
+    out = lm.replay(ids, mask, prefill=40, page_size=4)
+    np.testing.assert_array_equal(out.live[0], kept.sum(-1))
+    # The prompt sees all of itself; what is generated stays, and sees what was kept.
+    np.testing.assert_allclose(out.logits[mask], np.asarray(models["llama"].logits(ids, mask))[mask], atol=2e-5)
+    longer = np.concatenate([ids, rng.integers(3, 97, (2, 5))], 1)
+    out = lm.replay(longer, np.pad(mask, ((0, 0), (0, 5)), constant_values=True), prefill=40, page_size=4)
+    np.testing.assert_array_equal(out.live[-1], kept.sum(-1) + 5)
+
+
+def test_a_session_scores_its_first_prompt(golden_models):
+    """Rows of a batch are scored one by one; what is appended later and generated stays."""
+    lm = kvs.load(golden_models / "llama_tied", dtype="float32", policy=kvs.KVzip(budget=8, chunk=16, sinks=2))
+    rng = np.random.default_rng(1)
+    rows = [rng.integers(5, 60, n).tolist() for n in (40, 21)]
+    with lm.session(2, page_size=4) as session:
+        session.append(rows)
+        session.generate(max_new_tokens=3, eos=False)
+        session.append([[7, 8, 9, 10], []])
+        live = np.asarray(session.report().live)
+    # The newest token of a row has not entered yet.
+    for row, later in ((0, 3 + 3), (1, 2)):
+        kept = np.asarray(kvs.kept(lm, np.asarray([rows[row]])))[:, 0].sum(-1)
+        assert kept.sum() == 8 * lm.config.layers * lm.config.kv_heads
+        np.testing.assert_array_equal(live[:, row], kept + later)
+
+
+def test_bad_input(models):
+    lm = models["llama"]
+    ids = np.arange(3, 40)[None]
+    for span, other in (((5, 5), (20, 30)), ((-1, 5), (20, 30)), ((0, 5), (20, 90))):
+        with pytest.raises(kvs.InputError, match="must be columns with 0 <= start < end <= 37"):
+            kvs.oracle_scores(lm, ids, span, other)
+    with pytest.raises(kvs.InputError, match="must be a pair"):
+        kvs.oracle_scores(lm, ids, 5, (20, 30))
+    with pytest.raises(kvs.InputError, match="kind must be one of kvzip, kvzip"):
+        kvs.oracle_scores(lm, ids, (0, 5), (20, 30), kind="h2o")
+    with pytest.raises(kvs.InputError, match="no tokenizer"):
+        kvs.kept(lm.with_policy(kvs.KVzip(budget=9)), ids)
+    with pytest.raises(kvs.InputError, match="budget must be a whole number"):
+        kvs.KVzip()
+    with pytest.raises(kvs.InputError, match="at least its sinks"):
+        kvs.KVzip(budget=3)
+    probe = Probe([5], [6], [7])
+    with pytest.raises(kvs.InputError, match="prefix must be from 0 to 36"):
+        scores_in_chunks(lm._model, ids, probe, prefix=37)
+    limit = lm.config.max_positions
+    with pytest.raises(kvs.InputError, match=f"more than the model's {limit}"):
+        scores_in_chunks(lm._model, np.full((1, limit - 3), 5), probe)
