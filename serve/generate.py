@@ -16,6 +16,7 @@ from kvsparse_jax.cache.quantise import QUANTISATIONS
 from kvsparse_jax.cache.report import CacheReport
 from kvsparse_jax.errors import InputError
 from kvsparse_jax.generation import GenerateOutput, Session
+from kvsparse_jax.policies import Policy, spec
 
 _EXAMPLES = """examples:
   python -m serve.generate --model smollm2-135m --chat --prompt "What is a KV cache?" --stream
@@ -53,6 +54,11 @@ def _parser() -> cli.Parser:
     how.add_argument("--no-eos", action="store_true", help="go on at the model's end-of-text tokens")
 
     cache = p.add_argument_group("cache")
+    cache.add_argument(
+        "--policy",
+        metavar="NAME:KEY=VALUE",
+        help="instead of the model's own: " + "; ".join(kind.help for kind in spec.KINDS.values()),
+    )
     cache.add_argument("--prefill-chunk", type=int, unit="tokens", help="of a prompt taken in at once; all by default")
     cache.add_argument("--cache", default="paged", choices=("paged", "dense"), help="dense frees nothing: the baseline")
     cache.add_argument("--page-size", type=int, default=64, unit="tokens", help="slots of a page")
@@ -137,6 +143,13 @@ def _run(args: argparse.Namespace) -> None:
     if args.stream and len(prompts) > 1:
         raise InputError(f"--stream takes one prompt, not {len(prompts)}")
     lm = kvs.load(args.model, dtype=args.dtype)
+    if args.policy:
+        method = spec.parse(args.policy, lm.policy)
+        if not isinstance(method, Policy):
+            if lm.tokenizer is None:
+                raise InputError("a policy with cr= needs the length of the prompts, and this model has no tokenizer")
+            method = method(max(len(lm.tokenizer.encode(prompt)) for prompt in prompts))
+        lm = lm.with_policy(method)
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop")
     settings = {name: getattr(args, name) for name in names} | {"eos": not args.no_eos}
     storage = ("chat", "prefill_chunk", "cache", "page_size", "capacity", "when_full", "kv_dtype")

@@ -506,7 +506,10 @@ def test_sequences_that_do_not_fit(models):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("h2o", "unknown policy 'h2o'; there are streaming, masked, own"),
+        (
+            "quest",
+            "unknown policy 'quest'; there are streaming, kvzap, kvzip, h2o",
+        ),
         ("streaming", "needs either budget=ENTRIES or cr=RATIO"),
         ("streaming:budget=4,cr=2", "needs either"),
         ("streaming:budget", "not of the form key=number"),
@@ -517,11 +520,35 @@ def test_sequences_that_do_not_fit(models):
         ("streaming:cr=0.5", "cr must be at least 1"),
         ("streaming:size=3", "has no setting 'size'"),
         ("own:tau=3", "has no setting 'tau'"),
+        ("h2o", "needs either budget=ENTRIES or cr=RATIO"),
+        ("h2o:budget=9,per=tail", "per must be head or layer"),
+        ("h2o:budget=9,kernel=3", r"has no setting 'kernel' \(it takes budget, cr, per, recent, sinks\)"),
+        ("snapkv:budget=9", "budget of at least sinks"),
+        ("kvzap:threshold=1", "needs path=DIRECTORY"),
+        ("kvzap:path=nowhere", "needs threshold=NUMBER"),
+        ("kvzap:path=nowhere,threshold=1", "'nowhere' is not a directory"),
+        ("kvzip:budget=9,kind=h2o", "kind must be one of kvzip"),
     ],
 )
 def test_policies_of_the_command_line_are_checked(spec, message, models):
     with pytest.raises(InputError, match=message):
         policy_spec.parse(spec, models["adapter"].policy)
+
+
+def test_policies_of_the_command_line_are_made(golden_methods):
+    own = kvs.Dense()
+    surrogate = golden_methods / "6_kvzap" / "mlp"
+    for spec, policy in {
+        "h2o:budget=20,recent=3,per=layer": kvs.H2O(budget=20, recent=3, per="layer"),
+        "snapkv:budget=20,window=4": kvs.SnapKV(budget=20, window=4),
+        "tova:budget=9,sinks=2": kvs.TOVA(budget=9, sinks=2),
+        "random:budget=9,seed=3": kvs.Random(budget=9, seed=3),
+        "kvzip:budget=9,kind=kvzip+,per=layer": kvs.KVzip(budget=9, kind="kvzip+", per="layer"),
+    }.items():
+        assert policy_spec.parse(spec, own) == policy
+    assert policy_spec.parse("knorm:cr=4", own)(100) == kvs.Knorm(budget=25)
+    zap = policy_spec.parse(f"kvzap:path={surrogate},threshold=-4.5,window=9,sinks=2,prefill=dense", own)
+    assert (zap.threshold, zap.window, zap.sinks, zap.prefill) == (-4.5, 9, 2, "dense")
 
 
 def test_own_needs_a_policy():
@@ -589,9 +616,26 @@ def test_a_model_without_a_policy_is_measured_against_the_baselines_asked_for(go
     assert result["method"] == DENSE and result["quality"]["perplexity"] > 1
 
 
+def test_policies_are_compared_on_what_follows(retrofit, tmp_path, capsys):
+    argv = ["--model", str(retrofit), "--output", str(tmp_path / "out"), "--kinds", "code", "--lengths", "96:2"]
+    assert main([*argv, "--policy", "tova:cr=4"]) == 2
+    assert "compare it on what follows (--after)" in capsys.readouterr().err
+    assert main([*argv, "--after", "16", "--policy", "tova:cr=4", "snapkv:budget=30,window=8"]) == 0
+    out = capsys.readouterr().out
+    assert "16 tokens after 80, 2 texts" in out
+    found = json.loads((tmp_path / "out" / "continuations.json").read_text())
+    assert [r["method"] for r in found] == [DENSE, "DMS", "tova:cr=4", "snapkv:budget=30,window=8"]
+    assert found[2]["removed"]["mean"] == pytest.approx(0.75)
+    assert main([*argv, "--after", "16"]) == 2
+    assert "holds an evaluation already" in capsys.readouterr().err
+    assert main([*argv, "--overwrite", "--after", "96"]) == 2
+    assert "--after must be from 2 to 95" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
+        (["--after", "9", "--passkey", "3"], "--after is a comparison of its own"),
         (["--lengths", "64:1", "--kinds", "poems"], "unknown kind of built-in text 'poems'"),
         (["--lengths", "300:1"], "300 tokens; the model's context is 256"),
         (["--lengths", "none"], "nothing to evaluate"),

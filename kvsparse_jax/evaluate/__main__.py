@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,10 +12,17 @@ import jax.numpy as jnp
 from kvsparse_jax import cli, corpus
 from kvsparse_jax.errors import InputError
 from kvsparse_jax.evaluate.contest import evaluate, passkey, report_of
+from kvsparse_jax.evaluate.continuation import as_json, continuations, table
 from kvsparse_jax.evaluate.figures import write
-from kvsparse_jax.evaluate.sequences import DEFAULT_KINDS, held_out_sequences, read_documents, text_sequences
-from kvsparse_jax.lm import load
-from kvsparse_jax.policies import spec
+from kvsparse_jax.evaluate.sequences import (
+    DEFAULT_KINDS,
+    Sequences,
+    held_out_sequences,
+    read_documents,
+    text_sequences,
+)
+from kvsparse_jax.lm import LM, load
+from kvsparse_jax.policies import Dense, Policy, spec
 from kvsparse_jax.policies.streaming import SINKS
 
 DEFAULT_LENGTHS = ((1024, 20), (2048, 10))
@@ -95,6 +103,15 @@ def _parser() -> cli.Parser:
             "TOKENS:SEQUENCES of each context length, sequences spread over the kinds of text; none for retrieval alone"
         ),
     )
+    text.add_argument(
+        "--after",
+        type=int,
+        unit="tokens",
+        help=(
+            "compare on what follows a compressed prompt instead: the last so many tokens of each sequence are scored, "
+            "the others are a prompt that the policies compress"
+        ),
+    )
     text.add_argument("--seed", type=int, default=0, help="which held-out files and retrieval prompts")
     text.add_argument("--passkey", type=int, default=0, unit="prompts", help="retrieval prompts; 0: none")
     text.add_argument("--passkey-length", type=int, default=1000, unit="tokens", help="of a retrieval prompt, about")
@@ -105,6 +122,8 @@ def _run(args: argparse.Namespace) -> int:
     lengths = parse_lengths(args.lengths)
     if args.passkey < 0:
         raise InputError(f"--passkey must be at least 0, not {args.passkey}")
+    if args.after is not None and (args.passkey or args.reference):
+        raise InputError("--after is a comparison of its own: leave out --passkey and --reference")
     if not lengths and not args.passkey:
         raise InputError("nothing to evaluate: --lengths is none and --passkey is 0")
     if args.data and args.kinds:
@@ -112,7 +131,7 @@ def _run(args: argparse.Namespace) -> int:
     documents = read_documents(args.data, args.text_column) if args.data else None
     kinds = args.kinds or DEFAULT_KINDS
     output = cli.fresh_directory(args.output, "evaluation")
-    if (output / "report.json").exists() and not args.overwrite:
+    if not args.overwrite and any((output / x).exists() for x in ("report.json", "continuations.json")):
         raise InputError(f"{output} holds an evaluation already; choose another --output or pass --overwrite")
     lm = load(args.model, dtype=None if args.dtype == "stored" else args.dtype)
     reference = load(args.reference, dtype=jnp.dtype(lm.params["embed"].dtype)) if args.reference else None
@@ -147,6 +166,9 @@ def _run(args: argparse.Namespace) -> int:
             raise InputError(
                 f"retrieval prompts of {longest} tokens exceed the model's context of {lm.config.max_positions}"
             )
+    if args.after is not None:
+        print(_continuations(lm, groups, methods, args, output))
+        return 0
     report = evaluate(lm, groups, **settings) if groups else report_of(lm, reference)
     if prompts:
         report = dataclasses.replace(report, retrieval=passkey(lm, prompts, **settings))
@@ -154,6 +176,30 @@ def _run(args: argparse.Namespace) -> int:
     print(report.table())
     print("written: " + " ".join(map(str, files)), file=sys.stderr)
     return 0
+
+
+def _continuations(
+    lm: LM, groups: Sequence[Sequences], methods: dict[str, spec.Method], args: argparse.Namespace, output: Path
+) -> str:
+    """Compares the policies on what follows compressed prompts, and writes the results; returns the tables."""
+    tables, found = [], []
+    for group in groups:
+        length = group.ids.shape[1]
+        if not 2 <= args.after < length:
+            raise InputError(
+                f"--after must be from 2 to {length - 1}, tokens of a sequence of {length}, not {args.after}"
+            )
+        context = length - args.after
+        own = {} if isinstance(lm.policy, Dense) else {type(lm.policy).__name__: lm.policy}
+        chosen = own | {name: m if isinstance(m, Policy) else m(context) for name, m in methods.items()}
+        results = continuations(lm, chosen, group.ids, context, batch_size=args.batch_size, progress=True)
+        found += as_json(results)
+        tables.append(f"{args.after} tokens after {context}, {len(group.ids)} texts\n\n{table(results)}")
+    text = "\n\n".join(tables) + "\n"
+    cli.write_json_atomically(output / "continuations.json", found)
+    (output / "continuations.md").write_text(text)
+    print(f"written: {output / 'continuations.json'} {output / 'continuations.md'}", file=sys.stderr)
+    return text
 
 
 def main(argv: Sequence[str] | None = None) -> int:

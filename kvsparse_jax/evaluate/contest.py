@@ -108,6 +108,11 @@ class _Contest:
     def _model(self, method: Method, length: int) -> LM:
         """The model that runs a method at a length. A trained policy belongs to the weights it was trained with."""
         policy = method if isinstance(method, Policy) else method(length)
+        if policy.prefill == "dense":
+            raise InputError(
+                f"{type(policy).__name__} lets a text see all of itself until it ends, so whole texts show no "
+                "difference: compare it on what follows (--after)"
+            )
         if policy is self.lm.policy:
             return self.lm
         host = self.lm if isinstance(policy, DMS) else self.host

@@ -96,6 +96,8 @@ class Session:
         self.chat = chat
         self.prefill_chunk = None if prefill_chunk is None else whole("prefill_chunk", prefill_chunk, 1)
         self.options = CacheOptions(**cache_options)
+        if model.policy.selects and self.options.cache == "dense":
+            raise InputError(f"{type(model.policy).__name__} has a budget, and a dense cache frees nothing: use paged")
         self._open: Store | None = Store(
             CacheSpec.of(model.config, model.policy, model.dtype), self.batch, self.options, model.sharding
         )
