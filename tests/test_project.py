@@ -84,17 +84,24 @@ def test_kernels_import_jax_only():
     assert not wrong, "\n".join(wrong)
 
 
+EXTRAS = {"kvsparse_jax/evaluate/harness.py": "harness"}
+"""Modules that need an extra, which is then theirs alone."""
+
+
 def test_imported_packages_are_declared():
     """What is imported is a dependency of its own, not something that happens to come with another package."""
     providers = importlib.metadata.packages_distributions()
-    declared = {_name(requirement) for requirement in _project()["dependencies"]}
+    required = {_name(requirement) for requirement in _project()["dependencies"]}
     wrong = []
     for path in _sources(*PACKAGES):
+        extra = EXTRAS.get(path.relative_to(ROOT).as_posix())
+        optional = [] if extra is None else _project()["optional-dependencies"][extra]
+        declared = required | {_name(requirement) for requirement in optional}
         for module, line in _imports(path):
             top = module.split(".")[0]
             if top in sys.stdlib_module_names or top in PACKAGES or top == "jaxlib":
                 continue
-            if not {_name(distribution) for distribution in providers.get(top, [])} & declared:
+            if not {_name(distribution) for distribution in providers.get(top, [top])} & declared:
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {module}, which pyproject.toml does not require")
     assert not wrong, "\n".join(wrong)
 
@@ -121,7 +128,7 @@ def test_importing_everything_imports_no_torch():
         module.name
         for package in PACKAGES
         for module in pkgutil.walk_packages([str(ROOT / package)], prefix=f"{package}.", onerror=lambda name: None)
-        if not module.name.endswith(".__main__")
+        if not module.name.endswith(".__main__") and f"{module.name.replace('.', '/')}.py" not in EXTRAS
     ]
     program = f"""
 import importlib, importlib.abc, importlib.machinery, sys, traceback
