@@ -153,12 +153,8 @@ class Contexts(Iterator[np.ndarray]):
 
 
 def _fresh(output: Path, resume: str) -> None:
-    if not output.exists() or not any(output.iterdir()):
-        output.mkdir(parents=True, exist_ok=True)
-        return
-    if not (output / "run.json").exists():
-        raise InputError(f"{output} exists and holds something other than a run of {PROG}")
-    if resume == "never":
+    output = cli.fresh_directory(output, "KVzap run")
+    if resume == "never" and (output / "run.json").exists():
         raise InputError(f"{output} holds another run: choose another --output, or --resume auto to go on with it")
 
 
