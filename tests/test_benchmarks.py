@@ -89,9 +89,25 @@ def test_decode(golden_models, fake_hugging_face, tmp_path, capsys):
     by_cache = found["hugging_face"]["ratio_by_cache"]
     assert by_cache["dynamic"] == pytest.approx(2 * by_cache["static"])
     assert found["hugging_face"]["ratio"] == by_cache["static"]
-    assert {goal["what"] for goal in found["goals"]} >= {"speed-up at equal bytes", "dense over Hugging Face"}
+    goals = {goal["what"] for goal in found["goals"]}
+    assert goals >= {"speed-up at equal bytes, decisions as measured", "dense over Hugging Face"}
     assert (tmp_path / "out" / "decode.png").read_bytes().startswith(b"\x89PNG")
     assert "3 x 128" in capsys.readouterr().out
+
+
+def test_retention_for_a_ratio_in_bytes(golden_models):
+    """The largest share of what is kept with which so many sequences fit; none where the window alone is too much."""
+    lm = kvs.load(golden_models / "llama_tied")
+    args = decode._parser().parse_args([*TINY, "--page", "4", "--window", "4", "--equal", "2x128"])
+    policy, kept = decode._policy(lm, args)
+    shapes = jax.eval_shape(lambda: decode.filled_dense(lm.config, jnp.float32, 2, 0, 128))
+    limit = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+    wanted = 2 * decode.most_sequences(lm, policy, 128, 4, None, limit)
+    tighter, factor = decode.compressed_in_bytes(lm, policy, args, limit, wanted)
+    assert 0 < factor < 1
+    np.testing.assert_allclose(tighter.params["kept"], factor * kept, rtol=1e-5)
+    assert decode.most_sequences(lm, tighter, 128, 4, None, limit) >= wanted
+    assert decode.compressed_in_bytes(lm, policy, args, limit, 1000) is None
 
 
 def test_decode_eight_bit(golden_models, tmp_path):

@@ -352,3 +352,26 @@ def test_bad_budgets(models):
         kvs.TOVA(budget=4, per="layer")
     with pytest.raises(kvs.InputError, match="budget must be a whole number"):
         kvs.H2O(budget=0)
+
+
+def test_scoring_costs_what_the_paper_says():
+    """Floating-point operations of the compiled surrogate over those of a layer's projections, for Qwen3-8B's shapes."""
+    from kvsparse_jax.policies.kvzap import predict
+
+    features, heads, width, mlp = 4096, 8, 512, 12288
+
+    def shape(*dims):
+        return jax.ShapeDtypeStruct(dims, jnp.bfloat16)
+
+    def part(before, after):
+        return {"kernel": shape(before, after), "bias": shape(after)}
+
+    def flops(function, *arguments):
+        return jax.jit(function).lower(*arguments).compile().cost_analysis()["flops"]
+
+    x = shape(1, 1, features)
+    kernels = [(features, 4096), (features, 1024), (features, 1024), (4096, features)]
+    kernels += [(features, mlp), (features, mlp), (mlp, features)]
+    layer = sum(flops(lambda x, w: x @ w, shape(1, 1, a), shape(a, b)) for a, b in kernels)
+    assert flops(predict, {"out": part(features, heads)}, x) / layer < 0.0003
+    assert flops(predict, {"hidden": part(features, width), "out": part(width, heads)}, x) / layer < 0.0115
