@@ -511,7 +511,7 @@ def measured_retention(lm: LM, length: int, rows: int) -> np.ndarray:
 
 
 def kvzap_retention(lm: LM, policy: KVzap, removed: float, length: int, rows: int) -> tuple[KVzap, np.ndarray]:
-    """A surrogate with the threshold that removes a share of held-out text; what it keeps beyond its window [L, H]."""
+    """A surrogate with the threshold that removes a share of held-out text; what it keeps beyond its window."""
     ids = held_out_sequences(lm.tokenizer, length, rows).ids
     found = calibrate(lm.with_policy(policy), ids, cr=1 / (1 - removed)).policy
     kept = np.zeros((lm.config.layers, lm.config.kv_heads))

@@ -355,7 +355,7 @@ def test_bad_budgets(models):
 
 
 def test_scoring_costs_what_the_paper_says():
-    """Floating-point operations of the compiled surrogate over those of a layer's projections, for Qwen3-8B's shapes."""
+    """Floating-point operations of the compiled surrogate over those of a layer, at Qwen3-8B shapes."""
     from kvsparse_jax.policies.kvzap import predict
 
     features, heads, width, mlp = 4096, 8, 512, 12288
