@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import kvsparse_jax as kvs
+from kvsparse_jax import generation
 from kvsparse_jax.calibrate import calibrate
 from kvsparse_jax.evaluate.continuation import as_json, continuations, table
 from train import kvzap, surrogate
@@ -224,6 +225,12 @@ def test_continuations_compare_on_what_follows(lm, golden_methods):
     full = np.asarray(lm.logits(row))[0, 48:]
     p, q = (np.asarray(jax.nn.log_softmax(jnp.asarray(x, jnp.float32))) for x in (full, replayed))
     assert alone.kl.mean == pytest.approx(float((np.exp(p) * (p - q)).sum(-1).mean()), rel=1e-3)
+    # Generated tokens in one piece are the same as one by one, for a policy that selects from prompts only, too.
+    snap = lm.with_policy(methods["SnapKV"])
+    together = generation.continuation(snap._model, jnp.asarray(row, jnp.int32), 48, page_size=4)
+    replayed = snap.replay(row, prefill=48, page_size=4)
+    np.testing.assert_allclose(together.logits[0], replayed.logits[0, 48:], atol=2e-5)
+    np.testing.assert_array_equal(together.end.live, replayed.live[-1])
     assert "| KVzap |" in table(results)
     assert json.loads(json.dumps(as_json(results)))[1]["method"] == "KVzap"
     with pytest.raises(kvs.RunError, match="removed nothing"):

@@ -62,14 +62,16 @@ class Model:
         return SingleDeviceSharding(next(iter(self.params["embed"].devices())))
 
 
-def _forward(model: Model, cache: Cache, ids: Array, valid: Array, hold: Array | None = None) -> tuple[Array, Cache]:
+def _forward(
+    model: Model, cache: Cache, ids: Array, valid: Array, hold: Array | None = None, generated: bool = False
+) -> tuple[Array, Cache]:
     """Feeds ids [B, T]; gives the hidden states [B, T, E] and the cache.
 
     A policy that selects does so in every layer, among what the layer holds and what is new, after the new tokens have
-    seen all of it.
+    seen all of it. Of several tokens that count as ``generated`` nothing is selected, as of one.
     """
     policy, scale = model.policy, model.config.scale
-    chunk = ids.shape[1] > 1
+    chunk = ids.shape[1] > 1 and not generated
     if policy.selects and chunk:
         hold = cache.seen + jnp.sum(valid, 1, dtype=jnp.int32) - 1
 
@@ -83,6 +85,13 @@ def _forward(model: Model, cache: Cache, ids: Array, valid: Array, hold: Array |
             return out, cache, None
         if not isinstance(cache, paged.PagedCache):
             raise NotImplementedError("policies with a budget need the paged cache")
+        if not chunk and not policy.while_decoding:
+            sink = (cache.positions(valid) < policy.sinks)[:, None]
+            noted = jnp.broadcast_to(jnp.where(sink, jnp.inf, 0.0).astype(jnp.float32), k.shape[:3])
+            out, cache = cache.attend(
+                layer.number, q, k, v, None, valid, scale=scale, local_window=local, statistic=noted
+            )
+            return out, cache, None
         held = paged.held(cache, layer.number, q, k, valid, scale)
         found, stored = policy.select(held), held.stored
         out, cache = cache.attend(
@@ -115,10 +124,15 @@ def prefill(model: Model, cache: Cache, ids: Array, valid: Array, hold: Array | 
     return _forward(model, cache, ids, valid, hold)[1]
 
 
-@functools.partial(jax.jit, donate_argnames="cache")
-def teach(model: Model, cache: Cache, ids: Array, valid: Array, hold: Array | None = None) -> tuple[Array, Cache]:
-    """:func:`prefill`, and the logits [B, T, V] of all the tokens."""
-    hidden, cache = _forward(model, cache, ids, valid, hold)
+@functools.partial(jax.jit, donate_argnames="cache", static_argnames="generated")
+def teach(
+    model: Model, cache: Cache, ids: Array, valid: Array, hold: Array | None = None, *, generated: bool = False
+) -> tuple[Array, Cache]:
+    """:func:`prefill`, and the logits [B, T, V] of all the tokens.
+
+    ``generated`` tokens are no prompt: a policy that selects from prompts only leaves them alone.
+    """
+    hidden, cache = _forward(model, cache, ids, valid, hold, generated)
     return decoder.logits(model.params, hidden), cache
 
 

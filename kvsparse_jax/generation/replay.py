@@ -158,11 +158,11 @@ def continuation(
     if dense:
         store.cache = sweep(store.reserve())
     prompt = store.report()
-    # A policy that selects does so after every token; for others a chunk is the same as its tokens one by one.
-    step = 1 if policy.selects else length - context
+    # Some policies select after every token; for others a chunk is the same as its tokens one by one.
+    step = 1 if policy.selects and policy.while_decoding else length - context
     logits = []
     for start in range(context, length, step):
-        out, store.cache = teach(model, *columns(start, start + step, step))
+        out, store.cache = teach(model, *columns(start, start + step, step), generated=True)
         store.took([step] * batch)
         logits.append(out)
     return Continuation(jnp.concatenate(logits, 1), prompt, store.report())

@@ -80,6 +80,8 @@ class Policy:
         prefill: "rule": evicted keys are invisible within a prompt too; "dense": the tokens of a prompt see all of it,
             and what is evicted leaves when the prompt ends.
         selects: it selects instead of deciding on arrival, and at once: ``window`` and ``shift`` then mean nothing.
+        while_decoding: a policy that selects does so after every token that is generated, too; else these stay.
+        sinks: first tokens that a policy that selects always keeps.
         prepares: it has to see a prompt before the prompt enters, see :meth:`prepare`.
         recent: for policies that select, how many of the newest tokens they ask to be told of.
     """
@@ -89,6 +91,8 @@ class Policy:
     params: Any
     prefill: Prefill = "rule"
     selects: bool = False
+    while_decoding: bool = True
+    sinks: int = 0
     prepares: bool = False
     recent: int = 1
 

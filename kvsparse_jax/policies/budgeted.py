@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from kernels.received.api import received
 from kernels.visibility import NEVER
@@ -42,8 +42,6 @@ class Budgeted(Policy):
     params = None
     prefill = "dense"
     selects = True
-    while_decoding = True
-    """The budget also holds while decoding; else what is generated stays."""
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -71,11 +69,8 @@ class Budgeted(Policy):
         stored, step = held.stored, held.q.shape[2] == 1
         new_sink = (held.k_positions[:, :, stored:] < self.sinks) & there[:, :, stored:]
         old_sink = jnp.isposinf(held.statistic[:, :, :stored])
-        everything = step and not self.while_decoding
-        score = held.statistic if everything else self.score(held).astype(jnp.float32)
+        score = self.score(held).astype(jnp.float32)
         statistic = jnp.where(jnp.concatenate([old_sink, new_sink], 2), jnp.inf, score)
-        if everything:
-            return Selection(there, statistic)
         # A step's own token is in use when the selection takes effect: it stays until the next one.
         new = jnp.arange(there.shape[2]) >= (stored if step else there.shape[2])
         worth = jnp.where(held.recent | new[None, None], jnp.inf, statistic)
@@ -86,17 +81,20 @@ class Budgeted(Policy):
         """Which entries [B, H, N] the budget is spent on."""
         batch, heads, count = worth.shape
         if self.per == "head":
-            return _ranks(worth) < self.budget
+            return largest(worth, self.budget)
         floor = max(1, math.floor(self.budget * FLOOR))
-        worth = jnp.where(_ranks(worth) < floor, jnp.where(jnp.isneginf(worth), worth, jnp.inf), worth)
-        ranks = _ranks(worth.reshape(batch, heads * count))
-        return (ranks < self.budget * heads).reshape(worth.shape)
+        worth = jnp.where(largest(worth, floor) & ~jnp.isneginf(worth), jnp.inf, worth)
+        return largest(worth.reshape(batch, heads * count), self.budget * heads).reshape(worth.shape)
 
 
-def _ranks(x: Array) -> Array:
-    """Rank of each element on the last axis, 0 the largest; equal ones in order."""
-    order = jnp.argsort(-x, -1, stable=True)
-    return jnp.argsort(order, -1, stable=True).astype(jnp.int32)
+def largest(x: Array, count: int) -> Array:
+    """Which elements of the last axis are the ``count`` largest, bool; of equal ones the first."""
+    if count >= x.shape[-1]:
+        return jnp.ones(x.shape, bool)
+    least = lax.top_k(x, count)[0][..., -1:]
+    more, equal = x > least, x == least
+    left = count - jnp.sum(more, -1, keepdims=True, dtype=jnp.int32)
+    return more | (equal & (jnp.cumsum(equal, -1, dtype=jnp.int32) <= left))
 
 
 def newest_queries(held: Held, count: int) -> tuple[Array, Array]:
