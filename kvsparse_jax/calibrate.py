@@ -59,17 +59,7 @@ def calibrate(lm: LM, input_ids: ArrayLike, *, cr: float | None = None, kl: floa
     ids = np.asarray(input_ids)
     length = ids.shape[1] if ids.ndim == 2 else 0
     newest = policy.window + (0 if policy.prefill == "dense" else 1)
-    safe = min(length, newest + policy.sinks)
-    if safe >= length:
-        raise InputError(
-            f"prompts of {length} tokens are not longer than what is never evicted: a window of {policy.window} and "
-            f"{policy.sinks} sinks"
-        )
-    if cr is not None and not 1 < cr <= length / max(safe, 1):
-        raise InputError(
-            f"a compression ratio of {cr} cannot be reached: it must be above 1 and at most "
-            f"{length / max(safe, 1):.2f}, since {safe} of {length} tokens always stay"
-        )
+    reachable(policy, length if kl is None else length * 3 // 4, cr)
     free = np.zeros(length, bool)
     free[policy.sinks : length - newest] = True
 
@@ -90,7 +80,9 @@ def calibrate(lm: LM, input_ids: ArrayLike, *, cr: float | None = None, kl: floa
     lowest = -100.0  # far below any logarithm of a score, and near enough to keep its digits
     start = scores(lowest)
     if kl is not None:
-        return _by_kl(lm, policy, ids, start, kl, kept)
+        best = _by_kl(lm, policy, ids, start, kl)
+        found = kept(scores(best.threshold), best.threshold)
+        return dataclasses.replace(best, kept=found, cr=float(1 / found.mean()))
     assert cr is not None
     wanted = (1 - 1 / cr) * length / free.sum()
     values, threshold = start, lowest
@@ -102,7 +94,22 @@ def calibrate(lm: LM, input_ids: ArrayLike, *, cr: float | None = None, kl: floa
     return Calibrated(dataclasses.replace(policy, threshold=threshold), threshold, found, float(1 / found.mean()))
 
 
-def _by_kl(lm: LM, policy: KVzap, ids: np.ndarray, values: np.ndarray, limit: float, kept: object) -> Calibrated:
+def reachable(policy: KVzap, length: int, cr: float | None) -> None:
+    """Raises InputError when no threshold gives prompts of ``length`` tokens this ratio (None: any at all)."""
+    safe = min(length, policy.window + (0 if policy.prefill == "dense" else 1) + policy.sinks)
+    if safe >= length:
+        raise InputError(
+            f"prompts of {length} tokens are not longer than what is never evicted: a window of {policy.window} and "
+            f"{policy.sinks} sinks"
+        )
+    if cr is not None and not 1 < cr <= length / max(safe, 1):
+        raise InputError(
+            f"a compression ratio of {cr} cannot be reached: it must be above 1 and at most "
+            f"{length / max(safe, 1):.2f}, since {safe} of {length} tokens always stay"
+        )
+
+
+def _by_kl(lm: LM, policy: KVzap, ids: np.ndarray, values: np.ndarray, limit: float) -> Calibrated:
     """The highest threshold, by bisection over the share that is flagged, whose KL stays within the limit."""
     if not limit > 0:
         raise InputError(f"kl must be positive, not {limit}")
@@ -116,8 +123,7 @@ def _by_kl(lm: LM, policy: KVzap, ids: np.ndarray, values: np.ndarray, limit: fl
         result = continuations(lm, {"KVzap": tried}, ids, context)[1]
         if result.kl.mean <= limit:
             low = share
-            found = kept(values, threshold)  # type: ignore[operator]
-            best = Calibrated(tried, threshold, found, float(1 / found.mean()), result.kl.mean)
+            best = Calibrated(tried, threshold, np.ones(len(ids)), 1.0, result.kl.mean)  # kept: the caller's
         else:
             high = share
     if best is None:

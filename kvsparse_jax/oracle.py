@@ -146,6 +146,13 @@ def _scores(
     return decoder.forward(params, config, policy, ids, positions, attend)[2]
 
 
+def _no_windows(config: ModelConfig) -> None:
+    if any(window is not None for window in config.local_windows):
+        raise InputError(
+            "the KVzip oracles do not know models with sliding-window layers, whose keys leave by themselves"
+        )
+
+
 def _span(name: str, span: tuple[int, int], length: int) -> tuple[int, int]:
     try:
         start, end = (int(x) for x in span)
@@ -194,6 +201,7 @@ def oracle_scores(
     """
     _chosen("kind", kind, get_args(Kind))
     _chosen("norm", norm, get_args(Norm))
+    _no_windows(lm.config)
     ids, segments = lm.check(input_ids, attention_mask)
     length = ids.shape[1]
     spans = {"context": _span("context", context, length), "probe": _span("probe", probe, length)}
@@ -322,6 +330,7 @@ def scores_in_chunks(
         InputError: settings out of range, or a context that with the largest probe is longer than the model's.
     """
     _chosen("kind", kind, get_args(Kind))
+    _no_windows(model.config)
     batch, length = context.shape
     errors.whole("chunk", chunk, 1)
     if not 0 <= errors.whole("sinks", sinks, 0) <= _SINKS_AT_MOST:

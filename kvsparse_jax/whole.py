@@ -132,6 +132,8 @@ def kept(lm: "LM", input_ids: ArrayLike, attention_mask: ArrayLike | None = None
         [L, B, H, T] bool, False at padding.
     """
     ids, segments = lm.check(input_ids, attention_mask)
+    if lm.policy.selects and any(window is not None for window in lm.config.local_windows):
+        raise InputError(f"{type(lm.policy).__name__} does not work on models with sliding-window layers")
     return _kept(lm.params, lm.config, lm.prepared(ids, segments).policy, ids, segments)
 
 

@@ -83,6 +83,9 @@ def test_the_table_and_its_resume(model, golden_methods, tmp_path, capsys):
         (["--policy", "masked"], "has no compression ratio to set"),
         (["--policy", "quest"], "unknown policy 'quest'"),
         (["--policy", "snapkv"], "budget of at least sinks"),
+        (["--policy", "tova:cr=4"], "has a size already"),
+        (["--policy", "kvzap"], "needs path=DIRECTORY"),
+        (["--policy", "h2o:sinks=20", "--cr", "2", "8"], "budget of at least sinks"),
         (["--count", "0"], "--count must be at least 1"),
     ],
 )

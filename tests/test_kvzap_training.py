@@ -261,6 +261,8 @@ def test_calibration_reaches_its_aim(lm, golden_methods):
     ):
         with pytest.raises(kvs.InputError, match=message):
             calibrate(model, ids, **settings)
+    with pytest.raises(kvs.InputError, match="prompts of 45 tokens are not longer"):
+        calibrate(lm.with_policy(dataclasses.replace(policy, window=50)), ids, kl=0.1)
     with pytest.raises(kvs.InputError, match="only a KVzap policy"):
         calibrate(lm, ids, cr=2.0)
     with pytest.raises(kvs.InputError, match="not longer than what is never evicted"):

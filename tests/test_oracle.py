@@ -123,6 +123,42 @@ def test_a_session_scores_its_first_prompt(golden_models):
         np.testing.assert_array_equal(live[:, row], kept + later)
 
 
+def test_forks_and_released_rows_have_their_own_decisions(golden_models):
+    lm = kvs.load(golden_models / "llama_tied", dtype="float32", policy=kvs.KVzip(budget=8, chunk=16, sinks=2))
+    rng = np.random.default_rng(2)
+    rows = [rng.integers(5, 60, 30).tolist() for _ in range(3)]
+
+    def alone(row, policy=lm):
+        return np.asarray(kvs.kept(policy, np.asarray([row])))[:, 0].sum(-1)
+
+    with lm.session(2, page_size=4) as session:
+        session.append(rows[:2])
+        with session.fork(2) as copies:
+            copies.generate(max_new_tokens=2, eos=False)
+            live = np.asarray(copies.report().live)
+            for copy, row in enumerate((0, 0, 1, 1)):
+                np.testing.assert_array_equal(live[:, copy], alone(rows[row]) + 1)
+        session.release([0])
+        session.append([rows[2], []])  # another prompt in row 0, while row 1 goes on
+        session.generate(max_new_tokens=2, eos=False)
+        live = np.asarray(session.report().live)
+        np.testing.assert_array_equal(live[:, 0], alone(rows[2]) + 1)
+        np.testing.assert_array_equal(live[:, 1], alone(rows[1]) + 1)
+
+
+def test_sliding_windows_are_refused(golden_models):
+    lm = kvs.load(golden_models / "mistral_sliding", dtype="float32")
+    with pytest.raises(kvs.InputError, match="sliding-window layers"):
+        kvs.oracle_scores(lm, np.arange(3, 40)[None], (0, 10), (20, 30))
+    with pytest.raises(kvs.InputError, match="sliding-window layers"):
+        scores_in_chunks(lm._model, np.arange(3, 40)[None], Probe([5], [6], [7]))
+    for policy in (kvs.TOVA(budget=8), kvs.H2O(budget=8)):
+        with pytest.raises(kvs.InputError, match="sliding-window layers"):
+            kvs.kept(lm.with_policy(policy), np.arange(3, 40)[None])
+        with pytest.raises(kvs.InputError, match="sliding-window layers"):
+            lm.with_policy(policy).generate([[5, 6, 7]])
+
+
 def test_bad_input(models):
     lm = models["llama"]
     ids = np.arange(3, 40)[None]

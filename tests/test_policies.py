@@ -341,6 +341,27 @@ def test_budgets_hold_over_turns(models):
         assert (np.asarray(session.report().live) == 12).all()
 
 
+def test_what_a_budget_drops_is_counted(models):
+    """The nominal ratio is that of the decisions, whenever they were taken."""
+    lm = models["llama"].with_policy(kvs.TOVA(budget=8))
+    with lm.session(page_size=4) as session:
+        session.append(np.random.default_rng(7).integers(3, 97, 60).tolist())
+        session.generate(max_new_tokens=20, eos=False)
+        found = session.report()
+    seen = int(found.seen[0])
+    assert found.cr_nominal == pytest.approx(seen / 8)
+
+
+def test_budgets_need_the_paged_cache_and_room(models):
+    lm = models["llama"].with_policy(kvs.SnapKV(budget=40, window=32))
+    ids = np.arange(3, 60)[None]
+    for use in (lambda: lm.session(cache="dense"), lambda: lm.replay(ids, cache="dense")):
+        with pytest.raises(kvs.InputError, match="needs the paged cache"):
+            use()
+    with pytest.raises(kvs.InputError, match="the newest 32 are never evicted"):
+        lm.session(capacity=16)
+
+
 def test_bad_budgets(models):
     with pytest.raises(kvs.InputError, match="budget of at least sinks"):
         kvs.TOVA(budget=4, sinks=4)

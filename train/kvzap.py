@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import math
 import sys
 from argparse import Namespace
@@ -152,10 +153,17 @@ class Contexts(Iterator[np.ndarray]):
         self._loader.restore(state["loader"])
 
 
-def _fresh(output: Path, resume: str) -> None:
+def _fresh(output: Path, resume: str, settings: dict[str, Any]) -> None:
     output = cli.fresh_directory(output, "KVzap run")
-    if resume == "never" and (output / "run.json").exists():
+    known = output / "run.json"
+    if not known.exists():
+        return
+    if resume == "never":
         raise InputError(f"{output} holds another run: choose another --output, or --resume auto to go on with it")
+    old = json.loads(known.read_text(encoding="utf-8"))
+    changed = [f"{k} {old.get(k)} -> {v}" for k, v in settings.items() if old.get(k) != v]
+    if changed:
+        raise InputError(f"{output} is of a different configuration: {'; '.join(changed)}")
 
 
 class _Fit:
@@ -185,7 +193,7 @@ class _Fit:
             )
         x, y = (np.zeros((layers, capacity, n), kind) for n, kind in ((features, dtype), (heads, np.float32)))
         self.buffer = _Buffer(x, y)
-        self.sums = surrogate.Sums.zero(config)
+        self.sums = surrogate.Sums.zero(config) if "linear" in args.kinds else None
         unit = surrogate.Scale(*(jnp.ones((layers, n)) for n in (features, features, heads, heads)))
         width = args.mlp_width or max(1, features // 8)
         self.mlp = surrogate.Mlp.init(layers, features, width, heads, unit, args.seed)
@@ -291,8 +299,8 @@ class _Collector:
 
 def _run(args: Namespace) -> None:
     _check(args)
-    _fresh(args.output, args.resume)
     settings = {k: v for k, v in vars(args).items() if k not in ("output", "resume", "save_every")}
+    _fresh(args.output, args.resume, settings)
     import kvsparse_jax as kvs  # here, so that --help and mistakes answer at once
     from kvsparse_jax import corpus
     from train import surrogate
@@ -303,6 +311,10 @@ def _run(args: Namespace) -> None:
     if lm.tokenizer is None:
         raise InputError(f"{args.model} has no tokenizer, so no text can be read")
     tokenizer = lm.tokenizer
+    if any(window is not None for window in lm.config.local_windows):
+        raise InputError(
+            "the KVzip oracles do not know models with sliding-window layers, whose keys leave by themselves"
+        )
     collect = _Collector(lm, args)
     fit = _Fit(args, lm.config, ml_dtypes.bfloat16 if args.dtype == "bfloat16" else np.float32)
     sources = [Source.parse(spec) for spec in args.data or [f"builtin:{kind}" for kind in corpus.KINDS]]
@@ -321,14 +333,9 @@ def _run(args: Namespace) -> None:
 
     train, heldout = contexts("train"), contexts("heldout")
 
-    def same(meta: dict[str, Any]) -> None:
-        changed = [f"{k} {meta['settings'].get(k)} -> {v}" for k, v in settings.items() if meta["settings"].get(k) != v]
-        if changed:
-            raise InputError(f"{args.output} is of a different configuration: {'; '.join(changed)}")
-
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(Store(args.output / "checkpoints", 1)) if args.save_every else None
-        saved = store.newest(fit.state(), same) if store is not None and args.resume == "auto" else None
+        saved = store.newest(fit.state(), lambda meta: None) if store is not None and args.resume == "auto" else None
         if saved is not None:
             fit.restore(saved.state, saved.meta)
             train.restore(saved.meta["data"])
@@ -341,7 +348,7 @@ def _run(args: Namespace) -> None:
                 fit.sums, x, y = collect(fit.sums, next(train), number, fit.sample)
                 fit.add(x, y)
                 if store is not None and train.taken % args.save_every == 0:
-                    store.save(train.taken, fit.state(), {"settings": settings, "data": train.state(), **fit.meta()})
+                    store.save(train.taken, fit.state(), {"data": train.state(), **fit.meta()})
                 bar.update(args.batch_size)
     fitted = fit.result()
     del fit

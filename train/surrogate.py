@@ -22,13 +22,11 @@ from kvsparse_jax import whole
 from kvsparse_jax.errors import InputError
 from kvsparse_jax.models import decoder
 from kvsparse_jax.models.config import ModelConfig
+from kvsparse_jax.oracle import ASK_FIRST as REQUEST
 from kvsparse_jax.oracle import Norm, layer_scores
 from kvsparse_jax.policies import Dense
 from kvsparse_jax.policies.kvzap import predict
 from kvsparse_jax.tokenizer import Tokenizer
-
-REQUEST = "\n\nRepeat the previous context exactly."
-"""What is said between the context and its repetition (METHOD; the released collector's words)."""
 
 LEAST_SCORE = -30.0
 """Smallest log score: a probability that underflows would be -inf. Real ones lie above -25."""
@@ -187,7 +185,12 @@ def ridge(sums: Sums, alpha: float) -> Any:
         mean_x, mean_y = x / count, y / count
         gram = (gram + gram.T) / 2 - count * np.outer(mean_x, mean_x)
         cross = cross - count * np.outer(mean_x, mean_y)
-        kernel = np.linalg.solve(gram + alpha * np.eye(len(gram)), cross)
+        # Without a penalty features that are not independent leave the smallest of many solutions.
+        kernel = (
+            np.linalg.lstsq(gram + alpha * np.eye(len(gram)), cross, rcond=None)[0]
+            if alpha == 0
+            else (np.linalg.solve(gram + alpha * np.eye(len(gram)), cross))
+        )
         kernels.append(kernel)
         biases.append(mean_y - mean_x @ kernel)
     out = {"kernel": jnp.asarray(np.stack(kernels), jnp.float32), "bias": jnp.asarray(np.stack(biases), jnp.float32)}

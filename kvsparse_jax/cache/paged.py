@@ -670,8 +670,10 @@ def settle(cache: PagedCache, layer: Array, there: Array, selection: Selection) 
     keep, statistic = (x[:, :, : cache.slots] for x in selection)
     slots = jnp.arange(cache.slots, dtype=jnp.int32)[None, None]
     place = _places(cache, _read(cache, layer).table, jnp.where(there, slots, -1))
-    cache = dataclasses.replace(cache, statistic=_noted(cache.statistic, place, statistic))
-    return drop(cache, layer, there & ~keep)
+    gone = there & ~keep
+    flagged = cache.flagged.at[layer].add(jnp.sum(gone, -1, dtype=jnp.int32))
+    cache = dataclasses.replace(cache, statistic=_noted(cache.statistic, place, statistic), flagged=flagged)
+    return drop(cache, layer, gone)
 
 
 def pages_needed(cache: PagedCache, tokens: Array | int) -> Array:

@@ -91,7 +91,8 @@ class CacheSpec:
         """The newest tokens that no policy evicts: the window and the token itself; 0 where nothing is flagged."""
         if self.window is None:
             return 0
-        return self.window + 1 if self.max_positions is None else min(self.window + 1, self.max_positions)
+        newest = max(self.window + 1, self.recent or 0)
+        return newest if self.max_positions is None else min(newest, self.max_positions)
 
 
 def _decides(policy: Policy, config: ModelConfig, dtype: DTypeLike) -> bool:

@@ -74,6 +74,8 @@ class Store:
         self.cache: Cache | None = None
         self.room = np.zeros(batch, np.int64)  # tokens of each row that are sure to fit
         self.grown: list[int] = []  # bytes allocated after each growth
+        if spec.recent is not None and options.cache == "dense":
+            raise InputError("a policy with a budget needs the paged cache: a dense one frees nothing")
         need = spec.always_kept
         if options.capacity is not None and options.capacity < need:
             raise InputError(

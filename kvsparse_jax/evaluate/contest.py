@@ -105,6 +105,12 @@ class _Contest:
                 found.append(take(EQUAL_MEMORY, "equal_memory", self._equal(found[-1].memory, self.sinks)))
         return found
 
+    def check(self, lengths: Sequence[int]) -> None:
+        """Makes every model, so that what does not fit is said before hours of work."""
+        for method in self.methods.values():
+            for length in lengths:
+                self._model(method, length)
+
     def _model(self, method: Method, length: int) -> LM:
         """The model that runs a method at a length. A trained policy belongs to the weights it was trained with."""
         policy = method if isinstance(method, Policy) else method(length)
@@ -222,10 +228,7 @@ def evaluate(
         raise InputError("a sequence needs at least 2 tokens")
     longest = max(int(n.max()) for n in seen)
     contest = _Contest.of(lm, reference, methods, equal_memory, sinks, longest, batch_size)
-    for method in (methods or {}).values():  # what does not fit is to be said before hours of work
-        for length in lengths:
-            if not isinstance(method, Policy):
-                method(length)
+    contest.check(lengths)
     results: list[Result] = []
     total = sum(len(s.ids) for s in sequences) * contest.passes
     with Steps(total, "evaluate", "sequences", progress) as steps:

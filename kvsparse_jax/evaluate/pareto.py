@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvsparse_jax import cli, plot
-from kvsparse_jax.calibrate import calibrate
+from kvsparse_jax.calibrate import calibrate, reachable
 from kvsparse_jax.errors import InputError
 from kvsparse_jax.evaluate.answers import answers
 from kvsparse_jax.evaluate.continuation import continuations
@@ -35,7 +35,7 @@ def _parser() -> cli.Parser:
         "Writes results.jsonl, results.md, and for each task its quality against KV tokens held and read.",
         epilog="example:\n"
         "  python -m kvsparse_jax.evaluate.pareto --model smollm2-135m --policy snapkv tova kvzip \\\n"
-        "      kvzap:path=runs/kvzap/mlp,sinks=4 --cr 2 4 8 --task text niah_single --output runs/pareto",
+        "      kvzap:path=runs/kvzap/mlp,sinks=4,window=64 --cr 2 4 8 --task text niah_single --output runs/pareto",
     )
     p.add_argument("--model", required=True, help="directory, hub name or smollm2-135m")
     p.add_argument("--output", required=True, type=Path, help="directory of the results")
@@ -77,10 +77,15 @@ class _Cells:
         if name.split(":")[0] != "kvzap":
             found = spec.parse(f"{name}{',' if ':' in name else ':'}cr={ratio}", self.lm.policy)
             return found if isinstance(found, Policy) else found(self.args.length)
-        policy = spec.parse(f"{name},threshold=0", self.lm.policy)
-        assert isinstance(policy, KVzap)
+        policy = self.surrogate(name)
         sample = self.texts(self.args.seed + 1)[:8, : self.args.length]
         return calibrate(self.lm.with_policy(policy), sample, cr=ratio).policy
+
+    def surrogate(self, name: str) -> KVzap:
+        """A KVzap policy without its threshold."""
+        policy = spec.parse(f"{name}{',' if ':' in name else ':'}threshold=0", self.lm.policy)
+        assert isinstance(policy, KVzap)
+        return policy
 
     def run(self, task: str, methods: dict[str, Policy]) -> Iterator[dict[str, Any]]:
         """Rows of the table: the full cache, then the methods."""
@@ -165,6 +170,8 @@ def _run(args: argparse.Namespace) -> None:
         raise InputError(f"unknown task {unknown[0]!r}; there are {', '.join((TEXT, *TASKS))}")
     if low := [x for x in args.cr if not x > 1]:
         raise InputError(f"--cr must be above 1, not {low[0]:g}")
+    if sized := [x for x in args.policy if any(f"{key}=" in x for key in ("cr", "budget", "threshold"))]:
+        raise InputError(f"--policy {sized[0]!r} has a size already, and --cr gives it: leave it out")
     if wrong := [x for x in args.policy if x.split(":")[0] in ("masked", "own")]:
         raise InputError(f"--policy {wrong[0]!r} has no compression ratio to set")
     for name, least in (("length", 2), ("next", 2), ("count", 1), ("batch_size", 1)):
@@ -192,8 +199,11 @@ def _run(args: argparse.Namespace) -> None:
         return policies[name, ratio]
 
     for name in args.policy:  # a wrong one is told before the work
-        if name.split(":")[0] != "kvzap":
-            policy(name, args.cr[0])
+        for ratio in args.cr:
+            if name.split(":")[0] != "kvzap":
+                policy(name, ratio)
+            else:
+                reachable(cells.surrogate(name), args.length, ratio)
     if rows:  # without the half line that a killed run may have left
         file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     with file.open("a", encoding="utf-8") as out:

@@ -72,8 +72,7 @@ def replay(
     states: list[tuple[Array, Array]] = []
     fixed: list[int] = []
 
-    dense = model.policy.prefill == "dense" and not model.policy.selects
-    hold = jnp.asarray(valid[:, :prompt].sum(1) - 1, jnp.int32) if dense else None
+    hold = jnp.asarray(valid[:, :prompt].sum(1) - 1, jnp.int32) if model.policy.holds else None
 
     def feed(start: int, end: int, width: int, hold: Array | None = None) -> None:
         cut = ((0, 0), (0, width - (end - start)))
@@ -91,7 +90,7 @@ def replay(
 
     for start in range(0, prompt, chunk):
         feed(start, min(start + chunk, prompt), chunk, hold)
-    if dense:
+    if hold is not None:
         store.cache = sweep(store.reserve())
     look()
     for start in range(prompt, length):
@@ -139,8 +138,7 @@ def continuation(
     if not 0 < whole("context", context, 1) < length:
         raise InputError(f"context must be from 1 to {length - 1}, the columns being {length}, not {context}")
     policy = model.policy
-    dense = policy.prefill == "dense" and not policy.selects
-    hold = jnp.full((batch,), context - 1, jnp.int32) if dense else None
+    hold = jnp.full((batch,), context - 1, jnp.int32) if policy.holds else None
     store = Store(CacheSpec.of(model.config, policy, model.dtype), batch, CacheOptions(**cache_options), model.sharding)
     model = with_head(model)
 
@@ -155,7 +153,7 @@ def continuation(
         end = min(start + chunk, context)
         store.cache = decode.prefill(model, *columns(start, end, chunk), hold)
         store.took([end - start] * batch)
-    if dense:
+    if hold is not None:
         store.cache = sweep(store.reserve())
     prompt = store.report()
     # Some policies select after every token; for others a chunk is the same as its tokens one by one.

@@ -96,8 +96,6 @@ class Session:
         self.chat = chat
         self.prefill_chunk = None if prefill_chunk is None else whole("prefill_chunk", prefill_chunk, 1)
         self.options = CacheOptions(**cache_options)
-        if model.policy.selects and self.options.cache == "dense":
-            raise InputError(f"{type(model.policy).__name__} has a budget, and a dense cache frees nothing: use paged")
         self._open: Store | None = Store(
             CacheSpec.of(model.config, model.policy, model.dtype), self.batch, self.options, model.sharding
         )
@@ -147,9 +145,11 @@ class Session:
             total = self._length(row) + len(ids)
             if total > limit:
                 raise InputError(f"row {row} would have {total} tokens, more than the model's context of {limit}")
-        if self.model.policy.prepares and not any(self._length(row) for row in range(self.batch)):
-            policy = self.model.policy.prepare(self.model, self.tokenizer, new)
-            self.model = dataclasses.replace(self.model, policy=policy)
+        if self.model.policy.prepares:
+            first = [ids if self._length(row) == 0 else [] for row, ids in enumerate(new)]
+            if any(first):
+                policy = self.model.policy.prepare(self.model, self.tokenizer, first)
+                self.model = dataclasses.replace(self.model, policy=policy)
         chunk = self.prefill_chunk if prefill_chunk is None else whole("prefill_chunk", prefill_chunk, 1)
         for row, pending in enumerate(self._pending):
             if pending is not None:
@@ -190,9 +190,8 @@ class Session:
         store = self._begin()
         rows = [row for row in range(self.batch) for _ in range(whole("copies", copies, 1))]
         options = dataclasses.asdict(self.options)
-        other = Session(
-            self.model, self.tokenizer, len(rows), chat=self.chat, prefill_chunk=self.prefill_chunk, **options
-        )
+        model = dataclasses.replace(self.model, policy=self.model.policy.of_rows(rows))
+        other = Session(model, self.tokenizer, len(rows), chat=self.chat, prefill_chunk=self.prefill_chunk, **options)
         other._open = store.fork(rows)
         other._cached = [list(self._cached[row]) for row in rows]
         other._pending = [self._pending[row] for row in rows]
@@ -284,9 +283,8 @@ class Session:
             columns_ids[row, columns - count :] = rows[row][:count]
             valid[row, columns - count :] = True
         done = [0] * self.batch
-        dense = self.model.policy.prefill == "dense" and not self.model.policy.selects
         hold = None
-        if dense:
+        if self.model.policy.holds:
             last = [len(self._cached[row]) + count - 1 for row, count in enumerate(counts)]
             hold = jnp.asarray(last, jnp.int32)
         for start, end in zip((0, *range(width, columns, whole)), range(width, columns + 1, whole), strict=True):
@@ -300,7 +298,7 @@ class Session:
                 fed, done[row] = done[row], done[row] + count
                 self._cached[row].extend(rows[row][fed : done[row]])
                 self._pending[row] = rows[row][done[row]] if done[row] < len(rows[row]) else None
-        if dense:
+        if hold is not None:
             store.cache = sweep(store.reserve())
         store.shrink(ahead)
 

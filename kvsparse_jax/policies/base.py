@@ -78,7 +78,8 @@ class Policy:
         shift: token ``k + shift`` decides about key ``k``; 0 or 1.
         params: learned arrays, a pytree of [L, ...] that the decoder scans together with its layers, or None.
         prefill: "rule": evicted keys are invisible within a prompt too; "dense": the tokens of a prompt see all of it,
-            and what is evicted leaves when the prompt ends.
+            and what is evicted leaves when the prompt ends. (In a session the newest token has not entered yet: it
+            comes with the first step, after that.)
         selects: it selects instead of deciding on arrival, and at once: ``window`` and ``shift`` then mean nothing.
         while_decoding: a policy that selects does so after every token that is generated, too; else these stay.
         sinks: first tokens that a policy that selects always keeps.
@@ -100,8 +101,20 @@ class Policy:
         """Raises InputError when the policy was made for a model of another shape."""
 
     def prepare(self, model: Any, tokenizer: Any, rows: Sequence[Sequence[int]]) -> "Policy":
-        """The policy for prompts ``rows`` of token ids, one per row of the batch; asked of those that ``prepares``."""
+        """The policy for prompts ``rows`` of token ids, one per row of the batch; asked of those that ``prepares``.
+
+        A row without ids goes on with what was prepared for it before.
+        """
         return self
+
+    def of_rows(self, rows: Sequence[int]) -> "Policy":
+        """The policy for a batch whose rows are copies of ``rows`` of this one's."""
+        return self
+
+    @property
+    def holds(self) -> bool:
+        """A prompt's tokens see all of it, and what was decided about them takes effect when it ends."""
+        return self.prefill == "dense" and not self.selects
 
     def gate(self, params: Any, layer: LayerInput) -> Array | None:
         """Decision logits [B, H, T] as emitted by each token (positive: evict), or None to keep everything.

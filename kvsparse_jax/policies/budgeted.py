@@ -115,7 +115,7 @@ def attention_received(held: Held, q: Array, q_positions: Array) -> Array:
     found = received(q, held.k, q_positions, held.k_positions, scale=held.scale)
     batch, heads, count = found.shape
     kv_heads = held.k.shape[1]
-    return found.reshape(batch, kv_heads, heads // kv_heads, count).mean(2)
+    return found.reshape(batch, kv_heads, heads // kv_heads, count).mean(2).astype(jnp.float32)
 
 
 def register[P: Budgeted](kind: type[P]) -> type[P]:

@@ -64,15 +64,21 @@ class KVzip(Policy):
 
     def prepare(self, model: "Model", tokenizer: Tokenizer | None, rows: Sequence[Sequence[int]]) -> "KVzip":
         """The policy for these prompts: each is scored, and what goes is decided."""
-        from kvsparse_jax.oracle import Probe, scores_in_chunks  # it imports the policies
+        from kvsparse_jax.cache.base import bucket
+        from kvsparse_jax.oracle import Probe, scores_in_chunks  # both import the policies
 
         if tokenizer is None:
             raise InputError("KVzip asks the model in words, and this model directory has no tokenizer")
         probe = Probe.of(tokenizer)
-        longest = max(len(row) for row in rows)
+        old = np.zeros((1, 1, 1, 0), bool) if self.params is None else np.asarray(self.params)
+        longest = bucket(max(1, old.shape[3], *(len(row) for row in rows)))  # so that few programs are compiled
         config = model.config
-        gone = np.zeros((config.layers, len(rows), config.kv_heads, max(longest, 1)), bool)
+        gone = np.zeros((config.layers, len(rows), config.kv_heads, longest), bool)
+        if self.params is not None:
+            gone[..., : old.shape[3]] = old
         for row, ids in enumerate(rows):
+            if ids:
+                gone[:, row] = False
             if len(ids) <= self.budget:
                 continue
             scores = scores_in_chunks(
@@ -86,6 +92,12 @@ class KVzip(Policy):
             )
             gone[:, row, :, : len(ids)] = ~best(scores[:, 0], self.budget, self.per, self.sinks)
         return dataclasses.replace(self, params=jnp.asarray(gone))
+
+    def of_rows(self, rows: Sequence[int]) -> "KVzip":
+        """With the decisions of these rows."""
+        if self.params is None:
+            return self
+        return dataclasses.replace(self, params=self.params[:, jnp.asarray(rows, jnp.int32)])
 
     def gate(self, params: Any, layer: LayerInput) -> Array | None:
         """Positive for the tokens of the prompt that go."""

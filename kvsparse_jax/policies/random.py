@@ -25,6 +25,6 @@ class Random(Budgeted):
         """See :meth:`Budgeted.score`."""
         key = jax.random.fold_in(jax.random.key(self.seed), held.layer)
         heads = held.k.shape[1]
-        draw = jax.vmap(lambda at: jax.random.uniform(jax.random.fold_in(key, at), (heads,)))
+        draw = jax.vmap(lambda at: jax.random.uniform(jax.random.fold_in(key, at), (heads,), jnp.float32))
         new = jax.vmap(draw)(jnp.maximum(held.q_positions, 0)).swapaxes(1, 2)
         return jnp.concatenate([held.statistic[:, :, : held.stored], new], 2)

@@ -15,7 +15,8 @@ from kvsparse_jax.policies.budgeted import Budgeted, attention_received, newest_
 class SnapKV(Budgeted):
     """Score: the attention of the last ``window`` queries of the prompt, smoothed over neighbours by average pooling.
 
-    These queries' own tokens stay, and so does all that is generated.
+    These queries' own tokens stay, and so does all that is generated, until more is appended: that is a prompt again,
+    and the budget is spent anew on all that is held. A single token that is appended counts as a generated one.
 
     Attributes:
         window: queries that count.
@@ -41,7 +42,7 @@ class SnapKV(Budgeted):
 
     def score(self, held: Held) -> Array:
         """See :meth:`Budgeted.score`; columns of the cache have no neighbours and are not pooled."""
-        total = attention_received(held, *newest_queries(held, self.window)) / jnp.float32(self.window)
+        total = attention_received(held, *newest_queries(held, self.window)) / self.window
         stored, side = held.stored, self.kernel // 2
         new = jnp.where(held.recent, 0, total)[:, :, stored:]
         sums = lax.reduce_window(

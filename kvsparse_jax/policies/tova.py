@@ -15,7 +15,8 @@ from kvsparse_jax.policies.budgeted import Budgeted, attention_received, newest_
 class TOVA(Budgeted):
     """Score: the newest query's attention, averaged over all heads of the layer. The newest token itself stays.
 
-    So the heads of a layer keep the same tokens, and cannot share their budgets.
+    So the heads of a layer keep the same tokens, and cannot share their budgets. A full cache must not give up entries
+    by other rules (``when_full="evict"``): the heads would no longer hold the same.
     """
 
     def __post_init__(self) -> None:
