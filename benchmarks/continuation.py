@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024, help="tokens (default %(default)s)")
     parser.add_argument("--next", type=int, default=256, help="tokens that are scored (default %(default)s)")
     parser.add_argument("--removed", type=float, nargs="+", default=[0.5, 0.75, 0.875], help="default %(default)s")
-    parser.add_argument("--window", type=int, default=16, help="of KVzap, in tokens (default %(default)s)")
+    parser.add_argument("--window", type=int, default=64, help="of KVzap, in tokens (default %(default)s)")
     parser.add_argument("--kvpress", help="interpreter with torch and kvpress")
     parser.add_argument("--only", nargs="+", help="policies whose names start like this")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
