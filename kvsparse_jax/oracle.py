@@ -61,6 +61,11 @@ def value_norms(v: Array, o_kernel: Array, heads: int) -> Array:
     return jnp.sqrt(jnp.maximum(squares, 0)).reshape(batch, heads, count)
 
 
+def _over_norm(x: Array) -> Array:
+    """1 / ||x|| over the last axis."""
+    return 1 / jnp.maximum(jnp.sqrt(jnp.sum(x * x, -1)), jnp.asarray(jnp.finfo(x.dtype).tiny, x.dtype))
+
+
 def layer_scores(
     config: ModelConfig,
     layer: decoder.Layer,
@@ -68,8 +73,7 @@ def layer_scores(
     k: Array,
     v: Array,
     *,
-    q_positions: Array,
-    k_positions: Array,
+    segment_ids: Array,
     context: tuple[int, int],
     probe: tuple[int, int],
     kind: Kind,
@@ -82,7 +86,7 @@ def layer_scores(
         layer: what ``attend`` is told.
         q: [B, Hq, T, D] after RoPE.
         k, v: [B, H, T, D], k after RoPE.
-        q_positions, k_positions: [B, T]; a probe's column that does not count has -1, a key outside the softmax NEVER.
+        segment_ids: [B, T], 0, or PADDING where there is no token.
         context, probe: columns, end exclusive.
         kind: "kvzip" or "kvzip+".
         norm: the hidden state whose norm divides: the attention's "input" (released code) or the "residual" stream
@@ -97,10 +101,17 @@ def layer_scores(
     row_weight = None
     if kind == "kvzip+":
         x = (layer.inputs.normed if norm == "input" else layer.inputs.residual)[:, rows].astype(acc)
-        row_weight = 1 / jnp.maximum(jnp.sqrt(jnp.sum(x * x, -1)), jnp.asarray(jnp.finfo(acc).tiny, acc))
-    at = jnp.broadcast_to(k_positions[:, None], k.shape[:3])
+        row_weight = _over_norm(x)
+    positions, real = whole.positions_of(segment_ids), segment_ids > PADDING
+    at = jnp.broadcast_to(jnp.where(real, positions, NEVER)[:, None], k.shape[:3])
     scores = received(
-        q[:, :, rows], k, q_positions[:, rows], at, scale=config.scale, reduce="max", row_weight=row_weight
+        q[:, :, rows],
+        k,
+        jnp.where(real, positions, -1)[:, rows],
+        at,
+        scale=config.scale,
+        reduce="max",
+        row_weight=row_weight,
     )[..., start:end]
     if kind == "kvzip+":
         scores = scores * value_norms(v[:, :, start:end], layer.params["o"]["kernel"], config.heads)
@@ -122,7 +133,6 @@ def _scores(
     policy = Dense()
     inner = whole.attend(config, policy, segment_ids)
     positions = whole.positions_of(segment_ids)
-    real = segment_ids > PADDING
 
     def attend(
         state: None, layer: decoder.Layer, q: Array, k: Array, v: Array, gate: Array | None
@@ -134,8 +144,7 @@ def _scores(
             q,
             k,
             v,
-            q_positions=jnp.where(real, positions, -1),
-            k_positions=jnp.where(real, positions, NEVER),
+            segment_ids=segment_ids,
             context=context,
             probe=probe,
             kind=kind,
@@ -279,7 +288,7 @@ def _piece_scores(
         row_weight = None
         if kind == "kvzip+":
             x = layer.inputs.normed.astype(accumulator(q.dtype))
-            row_weight = 1 / jnp.maximum(jnp.sqrt(jnp.sum(x * x, -1)), jnp.asarray(1e-30, x.dtype))
+            row_weight = _over_norm(x)
         found = received(
             q,
             jnp.concatenate([keys[:, :, :_SINKS_AT_MOST], columns(keys), k], 2),

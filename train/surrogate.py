@@ -17,7 +17,6 @@ import numpy as np
 import optax
 from jax import Array, lax
 
-from kernels.visibility import NEVER, PADDING
 from kvsparse_jax import whole
 from kvsparse_jax.errors import InputError
 from kvsparse_jax.models import decoder
@@ -29,7 +28,7 @@ from kvsparse_jax.policies.kvzap import predict
 from kvsparse_jax.tokenizer import Tokenizer
 
 LEAST_SCORE = -30.0
-"""Smallest log score: a probability that underflows would be -inf. Real ones lie above -25."""
+"""Smallest log score: a probability that underflows would be -inf."""
 
 _MARK = "[the context]"
 
@@ -136,7 +135,6 @@ def collect(
     segments = jnp.zeros_like(ids)
     positions = whole.positions_of(segments)
     inner = whole.attend(config, Dense(), segments)
-    real = segments > PADDING
 
     def attend(
         sums: Sums | None, layer: decoder.Layer, q: Array, k: Array, v: Array, gate: Array | None
@@ -148,8 +146,7 @@ def collect(
             q,
             k,
             v,
-            q_positions=jnp.where(real, positions, -1),
-            k_positions=jnp.where(real, positions, NEVER),
+            segment_ids=segments,
             context=context,
             probe=probe,
             kind="kvzip+",

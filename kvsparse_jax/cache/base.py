@@ -103,8 +103,8 @@ class Cache(abc.ABC):
                 none.
             scale: multiplies ``<q, k>``.
             local_window: int32 scalar, the layer's own sliding window (NEVER: full attention), or None.
-            hold: [B] int32, position up to which every query sees what is evicted (the last of a prompt); None: by the
-                rule alone. After that position :meth:`sweep` is due.
+            hold: [B] int32, position (the last of a prompt) up to which every query sees what is evicted of the prompt
+                and what its first query sees of the past; None: by the rule alone. After it :meth:`sweep` is due.
 
         Returns:
             Output [B, Hq, T, D] in the dtype of q (zeros at padding), and the cache.
@@ -236,6 +236,15 @@ def _delay(window: int, positions: Array, hold: Array | None) -> int | Array:
     if hold is None:
         return window
     return jnp.maximum(jnp.int32(window), hold[:, None, None] - positions)
+
+
+def held_until(expires: Array, positions: Array, seen: Array, hold: Array, local_window: Array | None) -> Array:
+    """``expires`` [B, H, N] of keys at ``positions`` when queries from ``seen`` [B] to ``hold`` [B] see the same past.
+
+    The layer's own sliding window goes on as ever.
+    """
+    lifted = jnp.where(expires >= seen[:, None, None], jnp.maximum(expires, hold[:, None, None]), expires)
+    return jnp.minimum(lifted, last_query(positions, jnp.zeros(positions.shape, bool), 0, local_window))
 
 
 def register[C: Cache](kind: type[C]) -> type[C]:

@@ -16,7 +16,7 @@ from kernels.blockwise import xla as blockwise
 from kernels.partial import normalise
 from kernels.visibility import NEVER, visible
 from kernels.visibility import expires as last_query
-from kvsparse_jax.cache.base import Cache, Size, bucket, register
+from kvsparse_jax.cache.base import Cache, Size, bucket, held_until, register
 from kvsparse_jax.cache.spec import CacheSpec
 
 _FULL_BLOCK_HEADS = 64
@@ -209,6 +209,12 @@ def _store(
     slot = jnp.where(valid, at, cache.slots)[:, None]
     b, h = (x[..., None] for x in jnp.indices(k.shape[:2], dtype=jnp.int32, sparse=True))
     expires = cache.expires
+    if expires is not None and hold is not None:
+        # What the first query sees of the past, all of them do.
+        old = lax.dynamic_index_in_dim(expires, layer, 0, False)
+        positions = jnp.broadcast_to(jnp.arange(cache.slots, dtype=jnp.int32)[None, None], old.shape)
+        held = held_until(old, positions, cache.seen, hold, local_window)
+        expires = lax.dynamic_update_index_in_dim(expires, held, layer, 0)
     if expires is not None:
         expires = expires.at[layer, b, h, slot].set(decisions.expires, mode="drop")
         if decisions.pending is not None and decisions.pending_expires is not None:

@@ -30,7 +30,7 @@ from kernels.blockwise import xla as blockwise
 from kernels.partial import Partial, merge, normalise
 from kernels.ragged_decode.api import ragged_attention
 from kernels.visibility import NEVER
-from kvsparse_jax.cache.base import Cache, Size, bucket, register
+from kvsparse_jax.cache.base import Cache, Size, bucket, held_until, register
 from kvsparse_jax.cache.quantise import Quantisation, dequantise, quantise, storage_dtype
 from kvsparse_jax.cache.spec import CacheSpec
 from kvsparse_jax.policies.base import Held, Selection
@@ -432,6 +432,16 @@ def _decide(
 ) -> tuple[PagedCache, Array]:
     """Applies the decisions that a chunk emits: writes the pending one, returns ``expires`` [B, H, T] of its tokens."""
     cache, decisions = cache.decide(layer, evict, at, valid, local_window, hold)
+    if hold is not None:
+        # What the first query sees of the past, all of them do.
+        table, _, ring = _read(cache, layer)
+        place = _places(cache, table, ring)
+        old = cache.expires.at[place.page, place.offset].get(mode="fill", fill_value=NEVER)
+        before = (cache.seen - 1)[:, None]
+        of_ring = before - (before - jnp.arange(ring.shape[2], dtype=jnp.int32)[None]) % ring.shape[2]
+        positions = jnp.broadcast_to(of_ring[:, None], ring.shape)
+        held = held_until(old, positions, cache.seen, hold, local_window)
+        cache = dataclasses.replace(cache, expires=cache.expires.at[place.page, place.offset].set(held, mode="drop"))
     if decisions.pending is None or decisions.pending_expires is None:
         return cache, decisions.expires
     state = _read(cache, layer)
