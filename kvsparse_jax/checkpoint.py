@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -112,46 +113,56 @@ class Tensors:
         return self._open[self.file_of[name]].get_tensor(name)
 
 
-def _fill(buffer: Array, tensor: Array, layer: Array, *, transpose: bool) -> Array:
+def _fill(buffer: Array, tensor: Array, at: tuple[Array, ...], *, transpose: bool) -> Array:
     value = (tensor.T if transpose else tensor).astype(buffer.dtype)
-    return jax.lax.dynamic_update_index_in_dim(buffer, value, layer, 0)
+    return jax.lax.dynamic_update_slice(
+        buffer, value.reshape((1,) * len(at) + value.shape), (*at, *[jnp.int32(0)] * value.ndim)
+    )
 
 
-_fill_layer = jax.jit(_fill, donate_argnums=0, static_argnames="transpose")
+_fill_in = jax.jit(_fill, donate_argnums=0, static_argnames="transpose")
 
 
 def _place(tensors: Tensors, weight: weights.Weight, like: jax.ShapeDtypeStruct, target: Any) -> Array:
     """Loads one parameter; every device reads only its own slice of each tensor."""
-    names = weight.names(like.shape[0])
-    shape = like.shape[1:] if weight.stacked else like.shape
+    lead = len(weight.lead)
+    shape = like.shape[lead:]
     stored = shape[::-1] if weight.transpose else shape
+    first, total = weight.rows or (0, stored[0])
     if isinstance(target, NamedSharding):
-        parts = list(target.spec)[1:] if weight.stacked else list(target.spec)
+        parts = list(target.spec)[lead:]
         parts += [None] * (len(shape) - len(parts))
         piece = NamedSharding(target.mesh, jax.sharding.PartitionSpec(*(parts[::-1] if weight.transpose else parts)))
     else:
         piece = target
 
     def read(name: str) -> Array:
-        if tensors.shape(name) != stored:
+        if tensors.shape(name) != (total, *stored[1:]):
             raise InputError(
-                f"{tensors.directory}: tensor {name} has shape {tensors.shape(name)}, config.json asks for {stored}"
+                f"{tensors.directory}: tensor {name} has shape {tensors.shape(name)}, config.json asks for "
+                f"{(total, *stored[1:])}"
             )
         tensors.dtype(name)
         lazy = tensors.slice(name)
-        return jax.make_array_from_callback(stored, piece, lambda index: lazy[index])
 
-    if not weight.stacked:
+        def part(index: tuple[slice, ...] | None) -> Any:
+            assert index is not None
+            start, stop, _ = index[0].indices(stored[0])
+            return lazy[(slice(first + start, first + stop), *index[1:])]
+
+        return jax.make_array_from_callback(stored, piece, part)
+
+    if not lead:
         convert = jax.jit(lambda x: (x.T if weight.transpose else x).astype(like.dtype), out_shardings=target)
-        return convert(read(names[0]))
+        return convert(read(weight.name))
     buffer = jax.jit(lambda: jnp.zeros(like.shape, like.dtype), out_shardings=target)()
-    for layer, name in enumerate(names):
-        buffer = _fill_layer(buffer, read(name), jnp.int32(layer), transpose=weight.transpose)
+    for name, at in zip(weight.names, np.ndindex(weight.lead), strict=True):
+        buffer = _fill_in(buffer, read(name), tuple(jnp.int32(i) for i in at), transpose=weight.transpose)
     return buffer
 
 
 def _check_names(tensors: Tensors, table: list[weights.Weight], config: ModelConfig) -> None:
-    wanted = {name for weight in table for name in weight.names(config.layers)}
+    wanted = {name for weight in table for name in weight.names}
     missing = sorted(wanted - set(tensors))
     if missing:
         hint = " (config.json says that the head is not tied)" if missing == [_HEAD] else ""
@@ -242,14 +253,15 @@ def save(
         raise InputError(f"{directory} exists already; choose a directory that does not")
     table = weights.table(config, policy)
     tree = {"model": params, "policy": policy.params}
-    slots = {name: (weight, i) for weight in table for i, name in enumerate(weight.names(config.layers))}
+    slots = weights.tensors(table)
     old = None if source is None else Tensors(source)
 
     def value(name: str) -> np.ndarray:
-        weight, layer = slots[name]
-        leaf = weights.get(tree, weight.path)
-        array = np.asarray(leaf[layer] if weight.stacked else leaf)
-        return array.T if weight.transpose else array
+        stored = []
+        for weight, at in slots[name]:
+            array = np.asarray(weights.get(tree, weight.path)[at])
+            stored.append(array.T if weight.transpose else array)
+        return stored[0] if len(stored) == 1 else np.concatenate(stored)
 
     # Every name goes to the source's file that holds it; what is new is split by size.
     groups: dict[str, list[str]] = {name: [] for name in (old.files if old else ())}
@@ -259,9 +271,9 @@ def save(
         if old is not None and name in old:
             groups[old.file_of[name]].append(name)
             continue
-        weight, _ = slots[name]
-        leaf = weights.get(tree, weight.path)
-        nbytes = leaf.nbytes // (leaf.shape[0] if weight.stacked else 1)
+        nbytes = 0
+        for weight, _ in slots[name]:
+            nbytes += weights.get(tree, weight.path).nbytes // math.prod(weight.lead)
         if size + nbytes > _SHARD_BYTES:
             fresh.append([])
             size = 0

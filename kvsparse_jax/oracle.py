@@ -29,6 +29,7 @@ from kvsparse_jax.cache.spec import CacheSpec
 from kvsparse_jax.errors import InputError
 from kvsparse_jax.generation.decode import Model, prefill, with_head
 from kvsparse_jax.models import decoder
+from kvsparse_jax.models.attention import value_projection
 from kvsparse_jax.models.config import ModelConfig
 from kvsparse_jax.policies.dense import Dense
 from kvsparse_jax.tokenizer import Tokenizer
@@ -40,20 +41,20 @@ Kind = Literal["kvzip", "kvzip+"]
 Norm = Literal["input", "residual"]
 
 
-def value_norms(v: Array, o_kernel: Array, heads: int) -> Array:
+def value_norms(v: Array, projection: Array) -> Array:
     """``||W_O^(h) v||`` of each value and each query head that reads it.
 
     Args:
         v: [B, H, N, D].
-        o_kernel: [Hq * D, E], the output projection.
-        heads: Hq.
+        projection: [Hq, D, E], see :func:`kvsparse_jax.models.attention.value_projection`.
 
     Returns:
         [B, Hq, N], in the accumulator's dtype.
     """
     acc = accumulator(v.dtype)
     batch, kv_heads, count, dim = v.shape
-    w = o_kernel.astype(acc).reshape(kv_heads, heads // kv_heads, dim, -1)
+    heads = projection.shape[0]
+    w = projection.astype(acc).reshape(kv_heads, heads // kv_heads, dim, -1)
     # ||W v||^2 = v' (W W') v: the Gram matrices [D, D] are small, the projected values [N, E] would not be.
     gram = jnp.einsum("hgde,hgfe->hgdf", w, w)
     wide = v.astype(acc)
@@ -114,7 +115,7 @@ def layer_scores(
         row_weight=row_weight,
     )[..., start:end]
     if kind == "kvzip+":
-        scores = scores * value_norms(v[:, :, start:end], layer.params["o"]["kernel"], config.heads)
+        scores = scores * value_norms(v[:, :, start:end], value_projection(config, layer.params))
     return scores.reshape(scores.shape[0], config.kv_heads, -1, end - start).max(2)
 
 
@@ -299,7 +300,7 @@ def _piece_scores(
             row_weight=row_weight,
         )[..., _SINKS_AT_MOST : _SINKS_AT_MOST + piece]
         if kind == "kvzip+":
-            found = found * value_norms(columns(values), layer.params["o"]["kernel"], config.heads)
+            found = found * value_norms(columns(values), value_projection(config, layer.params))
         return out, cache, found.reshape(*heads, -1, piece).max(2)
 
     return decoder.forward(model.params, config, Dense(), jnp.maximum(probe, 0), at, attend, cache)[2]

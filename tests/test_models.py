@@ -12,13 +12,26 @@ import pytest
 
 import kvsparse_jax as kvs
 from kernels.visibility import PADDING
-from kvsparse_jax.models import decoder, rope
+from kvsparse_jax.models import attention, decoder, parts, rope
 from kvsparse_jax.models.config import ModelConfig
 from kvsparse_jax.models.families import FAMILIES, read_config
 from kvsparse_jax.policies import LayerInput
 from kvsparse_jax.whole import positions_of
 
-MODELS = ("llama_tied", "llama_rope_llama3", "llama_rope_yarn", "qwen2_bias", "qwen3_sharded", "mistral_sliding")
+MODELS = (
+    "llama_tied",
+    "llama_rope_llama3",
+    "llama_rope_yarn",
+    "qwen2_bias",
+    "qwen3_sharded",
+    "mistral_sliding",
+    "qwen3_moe",
+    "phi3_fused",
+    "phi3_partial",
+    "gemma3_text",
+    "deepseek_v2",
+    "deepseek_v3",
+)
 DMS_MODELS = ("adapter", "adapter_layer", "borrowed")
 
 
@@ -87,7 +100,7 @@ def test_decisions(golden_methods: Path, name: str, mode: str) -> None:
             )
             h = weights["h_post"]
             q = (h @ weights["q_proj_w"].T).reshape(*h.shape[:2], -1, dim)
-            q = decoder.rms_norm(q, weights["q_norm_w"], float(g["rms_eps"]))
+            q = parts.rms_norm(q, weights["q_norm_w"], float(g["rms_eps"]))
             seen = LayerInput(weights["h_pre"], h, q, jnp.asarray(g["positions"]), heads, float(g["rms_eps"]))
             gate = policy.gate(params, seen)
             assert gate is not None
@@ -95,7 +108,7 @@ def test_decisions(golden_methods: Path, name: str, mode: str) -> None:
                 gate = policy.relax(gate, jnp.asarray(g["noise"]))
             half = dim // 2
             cos, sin = (jnp.asarray(g[key])[:, :, None, :half] for key in ("cos", "sin"))
-            drop = decoder.without_borrowed if policy.variant == "neuron" else lambda q, heads: q
+            drop = attention.without_borrowed if policy.variant == "neuron" else lambda q, heads: q
             return gate, drop(rope.rotate(drop(q, heads), cos, sin), heads).swapaxes(1, 2), q
 
         gate, q, _ = decide(weights, params)
@@ -126,9 +139,9 @@ def test_decisions(golden_methods: Path, name: str, mode: str) -> None:
 def test_fading_channel() -> None:
     """fade 1 is the untouched model, 0 the released one; only the borrowed channel changes."""
     q = jax.random.normal(jax.random.key(0), (1, 3, 6, 4))
-    keep, half, gone = (decoder.without_borrowed(q, 2, jnp.asarray(left)) for left in (1.0, 0.5, 0.0))
+    keep, half, gone = (attention.without_borrowed(q, 2, jnp.asarray(left)) for left in (1.0, 0.5, 0.0))
     np.testing.assert_array_equal(keep, q)
-    np.testing.assert_array_equal(gone, decoder.without_borrowed(q, 2))
+    np.testing.assert_array_equal(gone, attention.without_borrowed(q, 2))
     np.testing.assert_allclose(2 * half, keep + gone)
     changed = np.asarray(gone != q).any((0, 1))
     wanted = np.zeros((6, 4), bool)

@@ -81,7 +81,7 @@ def loss_and_grads(
 
     (value, sums), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(trainable)
     aux = {"loss": value, "closed_fraction": sums["closed"]} | {k: sums[k] for k in ("distillation", "budget")}
-    return aux, weights.by_name(weights.table(lm.config, policy), grads, lm.config.layers)
+    return aux, weights.by_name(weights.table(lm.config, policy), grads)
 
 
 def _run(arguments: Namespace) -> None:

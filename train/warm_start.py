@@ -21,7 +21,9 @@ from kernels.visibility import PADDING
 from kvsparse_jax.errors import InputError
 from kvsparse_jax.lm import LM
 from kvsparse_jax.models import decoder
+from kvsparse_jax.models.attention import value_projection
 from kvsparse_jax.models.config import ModelConfig
+from kvsparse_jax.oracle import value_norms
 from kvsparse_jax.policies import DMS, Dense, LayerInput, Policy
 from kvsparse_jax.whole import attend, full_hidden, positions_of
 
@@ -125,11 +127,7 @@ def _moments(
     ) -> tuple[Array, None, tuple[Array, ...]]:
         out, _, _ = everything(state, layer, q, k, v, None)
         acc = accumulator(q.dtype)
-        project = layer.extra.astype(acc).reshape(config.heads, config.head_dim, -1)
-        gram = jnp.einsum("hde,hfe->hdf", project, project).reshape(config.kv_heads, -1, *([config.head_dim] * 2))
-        wide = v.astype(acc)
-        size = jnp.sqrt(jnp.maximum(jnp.einsum("bhtd,hgdf,bhtf->bhgt", wide, gram, wide), jnp.zeros((), acc)))
-        size = size.reshape(q.shape[:3])
+        size = value_norms(v, value_projection(config, layer.params))
         importance, queries = future_importance(q, k, size, gate.norm, segments, window=window, scale=config.scale)
         # The adapter of token k + shift decides about key k.
         x = jnp.roll(gate.features, -shift, axis=1)
@@ -142,9 +140,7 @@ def _moments(
         weighted = x * weight[:, None]
         return out, state, (weighted.T @ x, weighted.T @ y, (y * y * weight[:, None]).sum(0), weight.sum())
 
-    _, _, (xx, xy, yy, count) = decoder.forward(
-        params, config, _Collect(), ids, positions_of(segments), observe, per_layer=params["layers"]["o"]["kernel"]
-    )
+    _, _, (xx, xy, yy, count) = decoder.forward(params, config, _Collect(), ids, positions_of(segments), observe)
     return Moments(xx, xy, yy, count[0])
 
 

@@ -14,13 +14,14 @@ from flax import nnx
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from kernels.numerics import accumulator, narrow, widen
+from kernels.numerics import accumulator
 from kernels.visibility import NEVER
-from kvsparse_jax.models import rope
+from kvsparse_jax.models import attention, rope
 from kvsparse_jax.models.config import ModelConfig
+from kvsparse_jax.models.experts import mixture
+from kvsparse_jax.models.parts import Params as Params
+from kvsparse_jax.models.parts import mlp, rms_norm
 from kvsparse_jax.policies.base import LayerInput, Policy
-
-Params = dict[str, Any]
 
 _INITIAL_STD = 0.02
 
@@ -31,6 +32,20 @@ class _Index(NamedTuple):
     number: Array
     local_window: Array | None
     extra: Any
+
+
+class _Angles(NamedTuple):
+    """cos and sin of the rotation; of layers with a sliding window their own, where the model has two bases."""
+
+    full: tuple[Array, Array]
+    local: tuple[Array, Array] | None
+
+    def of(self, local_window: Array | None) -> tuple[Array, Array]:
+        """Those of a layer."""
+        if self.local is None or local_window is None:
+            return self.full
+        cos, sin = (jnp.where(local_window == NEVER, a, b) for a, b in zip(self.full, self.local, strict=True))
+        return cos, sin
 
 
 class Layer(NamedTuple):
@@ -64,35 +79,92 @@ def _param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], dtype:
 
 
 class Linear(nnx.Module):
-    """Stacked projections: kernel [L, in, out], bias [L, out] or absent."""
+    """Stacked projections: kernel [*lead, in, out], bias [*lead, out] or absent; lead is [L], or [L, X] for experts."""
 
     def __init__(
-        self, layers: int, width: tuple[int, int], axes: tuple[str, str], bias: bool, dtype: DTypeLike, rngs: nnx.Rngs
+        self,
+        lead: tuple[int, ...],
+        width: tuple[int, int],
+        axes: tuple[str, str],
+        bias: bool,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
     ):
-        self.kernel = _param(rngs, (layers, *width), ("layers", *axes), dtype)
+        stack = ("layers", "experts")[: len(lead)]
+        self.kernel = _param(rngs, (*lead, *width), (*stack, *axes), dtype)
         if bias:
-            value = jnp.zeros((layers, width[1]), dtype)
-            self.bias = nnx.Param(value, out_sharding=("layers", axes[1]))
+            value = jnp.zeros((*lead, width[1]), dtype)
+            self.bias = nnx.Param(value, out_sharding=(*stack, axes[1]))
+
+
+class Gated(nnx.Module):
+    """Stacked gated MLPs of an intermediate size."""
+
+    def __init__(
+        self, lead: tuple[int, ...], hidden: int, width: int, bias: bool, dtype: DTypeLike, rngs: nnx.Rngs
+    ) -> None:
+        # Experts are divided over the devices, not the channels of each.
+        inner = "mlp" if len(lead) == 1 else "norm"
+        self.gate = Linear(lead, (hidden, width), ("embed", inner), bias, dtype, rngs)
+        self.up = Linear(lead, (hidden, width), ("embed", inner), bias, dtype, rngs)
+        self.down = Linear(lead, (width, hidden), (inner, "embed"), bias, dtype, rngs)
+
+
+class Router(nnx.Module):
+    """Stacked routers: kernel [L, E, X], correction [L, X] or absent."""
+
+    def __init__(self, layers: int, hidden: int, count: int, correction: bool, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.kernel = _param(rngs, (layers, hidden, count), ("layers", "embed", "norm"), dtype)
+        if correction:
+            self.correction = nnx.Param(jnp.zeros((layers, count), dtype), out_sharding=("layers", "norm"))
 
 
 class Layers(nnx.Module):
-    """All decoder layers, stacked on the leading axis."""
+    """Decoder layers that hold the same tensors, stacked on the leading axis."""
 
-    def __init__(self, c: ModelConfig, dtype: DTypeLike, rngs: nnx.Rngs):
-        n, e, f = c.layers, c.hidden_size, c.intermediate_size
-        q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        self.attention_norm = _param(rngs, (n, e), ("layers", "norm"), dtype, one=True)
-        self.q = Linear(n, (e, q), ("embed", "heads"), c.attention_bias, dtype, rngs)
-        self.k = Linear(n, (e, kv), ("embed", "kv_heads"), c.attention_bias, dtype, rngs)
-        self.v = Linear(n, (e, kv), ("embed", "kv_heads"), c.attention_bias, dtype, rngs)
-        self.o = Linear(n, (q, e), ("heads", "embed"), c.output_bias, dtype, rngs)
+    def __init__(self, c: ModelConfig, layers: int, sparse: bool, dtype: DTypeLike, rngs: nnx.Rngs):
+        n, e = (layers,), c.hidden_size
+
+        def linear(width: tuple[int, int], axes: tuple[str, str], bias: bool = False) -> Linear:
+            return Linear(n, width, axes, bias, dtype, rngs)
+
+        def norm(width: int) -> Any:
+            return _param(rngs, (*n, width), ("layers", "norm"), dtype, one=True)
+
+        self.attention_norm = norm(e)
+        if c.latent is not None:
+            width = c.heads * (c.latent.nope + c.latent.rope)
+            if c.latent.q_rank is None:
+                self.q = linear((e, width), ("embed", "heads"))
+            else:
+                self.q_a = linear((e, c.latent.q_rank), ("embed", "norm"), c.attention_bias)
+                self.q_a_norm = norm(c.latent.q_rank)
+                self.q_b = linear((c.latent.q_rank, width), ("norm", "heads"))
+            self.kv_a = linear((e, c.latent.rank + c.latent.rope), ("embed", "norm"), c.attention_bias)
+            self.kv_a_norm = norm(c.latent.rank)
+            self.kv_b = linear((c.latent.rank, c.heads * (c.latent.nope + c.latent.value)), ("norm", "heads"))
+            out = c.heads * c.latent.value
+        else:
+            out, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+            self.q = linear((e, out), ("embed", "heads"), c.attention_bias)
+            self.k = linear((e, kv), ("embed", "kv_heads"), c.attention_bias)
+            self.v = linear((e, kv), ("embed", "kv_heads"), c.attention_bias)
+        self.o = linear((out, e), ("heads", "embed"), c.output_bias)
         if c.qk_norm:
-            self.q_norm = _param(rngs, (n, c.head_dim), ("layers", "norm"), dtype, one=True)
-            self.k_norm = _param(rngs, (n, c.head_dim), ("layers", "norm"), dtype, one=True)
-        self.mlp_norm = _param(rngs, (n, e), ("layers", "norm"), dtype, one=True)
-        self.gate = Linear(n, (e, f), ("embed", "mlp"), c.mlp_bias, dtype, rngs)
-        self.up = Linear(n, (e, f), ("embed", "mlp"), c.mlp_bias, dtype, rngs)
-        self.down = Linear(n, (f, e), ("mlp", "embed"), c.mlp_bias, dtype, rngs)
+            self.q_norm, self.k_norm = norm(c.head_dim), norm(c.head_dim)
+        if c.post_norms:
+            self.post_attention_norm, self.post_mlp_norm = norm(e), norm(e)
+        self.mlp_norm = norm(e)
+        if c.experts is not None and sparse:
+            x = c.experts
+            self.router = Router(layers, e, x.count, x.correction, dtype, rngs)
+            self.experts = Gated((layers, x.count), e, x.width, False, dtype, rngs)
+            if x.shared:
+                self.shared = Gated(n, e, x.shared, False, dtype, rngs)
+        else:
+            self.gate = linear((e, c.intermediate_size), ("embed", "mlp"), c.mlp_bias)
+            self.up = linear((e, c.intermediate_size), ("embed", "mlp"), c.mlp_bias)
+            self.down = linear((c.intermediate_size, e), ("mlp", "embed"), c.mlp_bias)
 
 
 class Decoder(nnx.Module):
@@ -101,7 +173,8 @@ class Decoder(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
         v, e = config.vocab_size, config.hidden_size
         self.embed = _param(rngs, (v, e), ("vocab", "embed"), dtype)
-        self.layers = Layers(config, dtype, rngs)
+        for name, layers in config.stacks.items():
+            setattr(self, name, Layers(config, len(layers), name == "layers", dtype, rngs))
         self.norm = _param(rngs, (e,), ("norm",), dtype, one=True)
         if not config.tie_embeddings:
             self.head = _param(rngs, (e, v), ("embed", "vocab"), dtype)
@@ -134,61 +207,16 @@ def init_params(config: ModelConfig, key: Array, dtype: DTypeLike = jnp.float32)
         return nnx.to_pure_dict(nnx.state(Decoder(config, rngs=nnx.Rngs(params=key), dtype=dtype), nnx.Param))
 
 
-def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """RMS norm over the last axis, computed in float32 and scaled by the weight in the dtype of x."""
-    acc = accumulator(x.dtype)
-    wide = x.astype(acc)
-    normed = wide * lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + jnp.asarray(eps, acc))
-    return normed.astype(x.dtype) * weight.astype(x.dtype).reshape((1,) * (x.ndim - 1) + weight.shape)
-
-
-def dense(p: Params, x: Array) -> Array:
-    """``x @ kernel (+ bias) (+ low-rank update)`` for x [B, T, in]; weights are cast to the dtype of x.
-
-    A parameter dict may carry ``lora_a`` [in, r] and ``lora_b`` [r, out], whose product is added (any alpha / r is
-    folded into them).
-    """
-    y = x @ p["kernel"].astype(x.dtype)
-    if "bias" in p:
-        y = y + p["bias"].astype(x.dtype)[None, None]
-    if "lora_a" in p:
-        y = y + (x @ p["lora_a"].astype(x.dtype)) @ p["lora_b"].astype(x.dtype)
-    return y
-
-
-def without_borrowed(q: Array, kv_heads: int, left: Array | None = None) -> Array:
-    """Queries [B, T, Hq, D] without the channel that decisions are read from, see ``ModelConfig.borrowed_channel``.
-
-    Args:
-        q: the queries.
-        kv_heads: H.
-        left: scalar, the share of the channel that stays; None: nothing.
-    """
-    group = q.shape[2] // kv_heads
-    borrowed = (jnp.arange(q.shape[2]) % group == 0)[:, None] & (jnp.arange(q.shape[3]) == q.shape[3] - 1)[None]
-    rest = jnp.zeros_like(q) if left is None else q * left.astype(q.dtype)
-    return jnp.where(borrowed[None, None], rest, q)
-
-
 def transposed(x: Array) -> Array:
     """The last two axes swapped in memory, not only in shape (XLA folds a plain transposition into the product)."""
     return lax.optimization_barrier(x.swapaxes(-1, -2))
-
-
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "relu": jax.nn.relu,
-}
-"""The gate activations of the MLP, as config.json names them."""
 
 
 def _block(
     config: ModelConfig,
     policy: Policy,
     attend: Attend,
-    angles: tuple[Array, Array],
+    angles: _Angles,
     positions: Array,
     x: Array,
     state: Any,
@@ -198,27 +226,25 @@ def _block(
     fade: Array | None,
 ) -> tuple[Array, Any, Any]:
     """One decoder layer on x [B, T, E]."""
-    batch, length, _ = x.shape
-    normed = rms_norm(x, p["attention_norm"], config.rms_eps)
-    q = dense(p["q"], normed).reshape(batch, length, config.heads, config.head_dim)
-    k = dense(p["k"], normed).reshape(batch, length, config.kv_heads, config.head_dim)
-    v = dense(p["v"], normed).reshape(batch, length, config.kv_heads, config.head_dim)
-    if config.qk_norm:
-        q, k = rms_norm(q, p["q_norm"], config.rms_eps), rms_norm(k, p["k_norm"], config.rms_eps)
-    inputs = LayerInput(x, normed, q, positions, config.kv_heads, config.rms_eps)
+
+    def norm(x: Array, name: str) -> Array:
+        return rms_norm(x, p[name], config.rms_eps, config.unit_offset)
+
+    normed = norm(x, "attention_norm")
+    found = attention.heads(config, p, normed, angles.of(index.local_window), fade)
+    inputs = LayerInput(x, normed, found.plain, positions, config.kv_heads, config.rms_eps)
     gate = policy.gate(policy_params, inputs)
-    if config.borrowed_channel:
-        # Before and again after the rotation, which mixes it with its partner (as in the released code).
-        q = without_borrowed(rope.rotate(without_borrowed(q, config.kv_heads, fade), *angles), config.kv_heads, fade)
-    else:
-        q = rope.rotate(q, *angles)
-    k = rope.rotate(k, *angles)
     layer = Layer(*index, inputs, p)
-    out, state, result = attend(state, layer, q.swapaxes(1, 2), k.swapaxes(1, 2), v.swapaxes(1, 2), gate)
-    x = x + dense(p["o"], out.swapaxes(1, 2).reshape(batch, length, config.heads * config.head_dim))
-    normed = rms_norm(x, p["mlp_norm"], config.rms_eps)
-    hidden = ACTIVATIONS[config.activation](widen(dense(p["gate"], normed))) * widen(dense(p["up"], normed))
-    return x + dense(p["down"], narrow(hidden, x.dtype)), state, result
+    q, k, v = (y.swapaxes(1, 2) for y in (found.q, found.k, found.v))
+    out, state, result = attend(state, layer, q, k, v, gate)
+    out = attention.output(config, p, out.swapaxes(1, 2))
+    x = x + (norm(out, "post_attention_norm") if config.post_norms else out)
+    normed = norm(x, "mlp_norm")
+    if config.experts is not None and "router" in p:
+        out = mixture(config.experts, config.activation, p, normed)
+    else:
+        out = mlp(config.activation, p, normed)
+    return x + (norm(out, "post_mlp_norm") if config.post_norms else out), state, result
 
 
 def forward(
@@ -255,7 +281,10 @@ def forward(
         hidden [B, T, E] after the final norm; the last state; the per-layer results stacked [L, ...].
     """
     x = params["embed"][input_ids].astype(dtype or params["embed"].dtype)
-    angles = rope.angles(config.rope, positions, x.dtype)
+    if config.embed_scale != 1:
+        x = x * jnp.asarray(config.embed_scale, x.dtype)
+    local_rope = None if config.local_rope is None else rope.angles(config.local_rope, positions, x.dtype)
+    angles = _Angles(rope.angles(config.rope, positions, x.dtype), local_rope)
     windows = None
     if any(window is not None for window in config.local_windows):
         windows = jnp.asarray([NEVER if w is None else w for w in config.local_windows], jnp.int32)
@@ -270,9 +299,18 @@ def forward(
         x, state, result = block(*carry, index, p, policy_params)
         return (x, state), result
 
-    layers = _Index(jnp.arange(config.layers, dtype=jnp.int32), windows, per_layer)
-    (x, state), results = lax.scan(step, (x, state), (layers, params["layers"], policy.params))
-    return rms_norm(x, params["norm"], config.rms_eps), state, results
+    every = (_Index(jnp.arange(config.layers, dtype=jnp.int32), windows, per_layer), policy.params)
+    parts = []
+    for name, layers in config.stacks.items():
+        index, policy_params = every if len(layers) == config.layers else _slice(every, layers)
+        (x, state), results = lax.scan(step, (x, state), (index, params[name], policy_params))
+        parts.append(results)
+    results = parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+    return rms_norm(x, params["norm"], config.rms_eps, config.unit_offset), state, results
+
+
+def _slice(tree: Any, layers: range) -> Any:
+    return jax.tree.map(lambda x: x[layers.start : layers.stop], tree)
 
 
 def head_kernel(params: Params) -> Array:

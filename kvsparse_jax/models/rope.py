@@ -77,8 +77,18 @@ class Rope:
                 "beta_slow": float(given.get("beta_slow") or 1.0),
                 "truncate": float(given.get("truncate", True)),
                 "attention_factor": float(given.get("attention_factor") or _yarn_attention_factor(factor, given)),
+                "mscale_all_dim": float(given.get("mscale_all_dim") or 0.0),
             }
         return cls(kind, float(theta), dim, tuple(scaling.items()))
+
+    @property
+    def softmax_factor(self) -> float:
+        """What yarn multiplies queries and keys by where the whole head is scaled, not only its rotated channels.
+
+        Latent attention's factor on <q, k> contains its square (DeepSeek's code).
+        """
+        s = dict(self.scaling)
+        return _mscale(s["factor"], s["mscale_all_dim"]) if s.get("mscale_all_dim") else 1.0
 
     def frequencies(self) -> tuple[np.ndarray, float]:
         """Angular frequency of each channel pair, [dim / 2] float32, and the factor on cos and sin."""
@@ -109,13 +119,14 @@ class Rope:
         return (stretch * base / s["factor"] + (1 - stretch) * base).astype(np.float32), s["attention_factor"]
 
 
-def _yarn_attention_factor(factor: float, given: dict[str, Any]) -> float:
-    def mscale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+def _mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
+
+def _yarn_attention_factor(factor: float, given: dict[str, Any]) -> float:
     if given.get("mscale") and given.get("mscale_all_dim"):
-        return mscale(given["mscale"]) / mscale(given["mscale_all_dim"])
-    return mscale(1.0)
+        return _mscale(factor, given["mscale"]) / _mscale(factor, given["mscale_all_dim"])
+    return _mscale(factor, 1.0)
 
 
 def angles(rope: Rope, positions: Array, dtype: jnp.dtype) -> tuple[Array, Array]:

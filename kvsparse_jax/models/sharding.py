@@ -18,6 +18,7 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
+    "experts": "tensor",
     "layers": None,
     "norm": None,
 }

@@ -60,6 +60,11 @@ class DMS(Policy):
         if not self.tau > 0:
             raise InputError(f"DMS tau must be positive, not {self.tau}")
 
+    def check(self, config: ModelConfig) -> None:
+        """Latent attention has no query channel to borrow: what it shares is the key."""
+        if self.variant == "neuron" and config.latent is not None:
+            raise InputError("DMS variant 'neuron' does not work on latent attention (accepted: 'adapter')")
+
     @classmethod
     def init(cls, config: ModelConfig, **settings: Any) -> "DMS":
         """A DMS policy before training: adapters with zero weights (norms 1), so that every logit is ``-offset``.
