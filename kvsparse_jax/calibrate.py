@@ -9,6 +9,7 @@ from jax.typing import ArrayLike
 from kvsparse_jax.errors import InputError
 from kvsparse_jax.evaluate.continuation import continuations
 from kvsparse_jax.lm import LM
+from kvsparse_jax.models import decoder
 from kvsparse_jax.policies import KVzap
 from kvsparse_jax.whole import full_hidden
 
@@ -70,7 +71,8 @@ def calibrate(lm: LM, input_ids: ArrayLike, *, cr: float | None = None, kl: floa
         for row in ids:
             checked, segments = model.check(row[None])
             gates = full_hidden(model.params, model.config, model.policy, checked, segments)[1]
-            found.append((threshold - np.asarray(gates, np.float64))[:, 0][..., free].ravel())
+            gates = np.asarray(decoder.of_evicting(model.config, gates), np.float64)
+            found.append((threshold - gates)[:, 0][..., free].ravel())
         return np.stack(found)
 
     def kept(values: np.ndarray, threshold: float) -> np.ndarray:

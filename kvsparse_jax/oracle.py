@@ -156,13 +156,6 @@ def _scores(
     return decoder.forward(params, config, policy, ids, positions, attend)[2]
 
 
-def _no_windows(config: ModelConfig) -> None:
-    if any(window is not None for window in config.local_windows):
-        raise InputError(
-            "the KVzip oracles do not know models with sliding-window layers, whose keys leave by themselves"
-        )
-
-
 def _span(name: str, span: tuple[int, int], length: int) -> tuple[int, int]:
     try:
         start, end = (int(x) for x in span)
@@ -201,7 +194,8 @@ def oracle_scores(
         norm: "kvzip+": the hidden state x, the attention's "input" (released code) or the "residual" stream.
 
     Returns:
-        [L, B, H, end - start] float32. Keys that no query of the probe sees have 0, or -inf as a logarithm.
+        [L, B, H, end - start] float32. Keys that no query of the probe sees have 0, or -inf as a logarithm. Layers with
+        a sliding window have scores too, as if all tokens were there; they mean nothing.
 
     Raises:
         InputError: spans outside the sequence, unknown kind.
@@ -211,7 +205,7 @@ def oracle_scores(
     """
     _chosen("kind", kind, get_args(Kind))
     _chosen("norm", norm, get_args(Norm))
-    _no_windows(lm.config)
+    lm.config.needs_full_attention("the KVzip oracle")
     ids, segments = lm.check(input_ids, attention_mask)
     length = ids.shape[1]
     spans = {"context": _span("context", context, length), "probe": _span("probe", probe, length)}
@@ -268,8 +262,7 @@ def _piece_scores(
         out, cache = cache.attend(
             layer.number, q, k, v, None, valid, scale=config.scale, local_window=layer.local_window
         )
-        keys = lax.dynamic_index_in_dim(cache.k, layer.number, 0, False).swapaxes(2, 3)
-        values = lax.dynamic_index_in_dim(cache.v, layer.number, 0, False)
+        keys, values = cache.entries(layer.number)
         heads = k.shape[:2]
 
         def columns(x: Array) -> Array:
@@ -334,13 +327,13 @@ def scores_in_chunks(
         kind: "kvzip" or "kvzip+"; the plain value of either, no logarithm.
 
     Returns:
-        [L, B, H, T] float32.
+        [L, B, H, T] float32; those of layers with a sliding window mean nothing, see :func:`oracle_scores`.
 
     Raises:
         InputError: settings out of range, or a context that with the largest probe is longer than the model's.
     """
     _chosen("kind", kind, get_args(Kind))
-    _no_windows(model.config)
+    model.config.needs_full_attention("the KVzip oracle")
     batch, length = context.shape
     errors.whole("chunk", chunk, 1)
     if not 0 <= errors.whole("sinks", sinks, 0) <= _SINKS_AT_MOST:

@@ -106,7 +106,12 @@ def _kept(params: decoder.Params, config: ModelConfig, policy: Policy, input_ids
             recent = jnp.broadcast_to((real & (positions > (newest - policy.recent)[:, None]))[:, None], shape)
             q_positions = jnp.where(real, positions, -1)
             held = Held(q, k, q_positions, at, recent, jnp.zeros(shape, jnp.float32), layer.number, config.scale)
-            return out, state, policy.select(held).keep
+            keep = policy.select(held).keep
+            if layer.local_window is None:
+                return out, state, keep
+            last = expires(at, jnp.zeros(shape, bool), 0, layer.local_window)
+            within = visible((newest + 1)[:, None, None], at, last)
+            return out, state, jnp.where(layer.local_window == NEVER, keep, within)
         at = jnp.broadcast_to(positions[:, None], shape)
         if gate is None:
             evict = jnp.zeros(shape, bool)
@@ -132,8 +137,8 @@ def kept(lm: "LM", input_ids: ArrayLike, attention_mask: ArrayLike | None = None
         [L, B, H, T] bool, False at padding.
     """
     ids, segments = lm.check(input_ids, attention_mask)
-    if lm.policy.selects and any(window is not None for window in lm.config.local_windows):
-        raise InputError(f"{type(lm.policy).__name__} does not work on models with sliding-window layers")
+    if lm.policy.selects:
+        lm.config.needs_full_attention(type(lm.policy).__name__)
     return _kept(lm.params, lm.config, lm.prepared(ids, segments).policy, ids, segments)
 
 

@@ -270,3 +270,10 @@ def test_bad_input_to_logits(golden_models: Path, tmp_path: Path) -> None:
     (tmp_path / "model" / "config.json").write_text("{broken")
     with pytest.raises(kvs.InputError, match="is not valid JSON"):
         kvs.load(tmp_path / "model")
+
+
+def test_a_window_over_the_whole_context_is_none(golden_models: Path) -> None:
+    config = json.loads((golden_models / "mistral_sliding" / "config.json").read_text())
+    for window, found in ((127, 127), (128, None), (None, None)):
+        read = read_config(config | {"sliding_window": window, "max_position_embeddings": 128})
+        assert set(read.local_windows) == {found}

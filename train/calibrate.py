@@ -40,10 +40,12 @@ def _decisions(
 ) -> tuple[Array, Array]:
     """Logit about each key [L, B, H, T] (-inf: kept for want of a decision) under the hard rule, and real keys [B, T].
 
+    L counts the layers in which the policy may evict.
     ``lift`` is subtracted from every logit before it decides, not from what is returned.
     """
     attention = attend(config, policy, segments, decide=lambda gate, _: gate - lift.astype(gate.dtype))
     _, _, gates = decoder.forward(params, config, policy, ids, positions_of(segments), attention, dtype=dtype)
+    gates = decoder.of_evicting(config, gates)
     by_key = jax.vmap(lambda gate: decisions_by_key(gate, policy.shift, -jnp.inf, segments))(gates)
     return by_key, segments > PADDING
 

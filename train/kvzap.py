@@ -311,10 +311,7 @@ def _run(args: Namespace) -> None:
     if lm.tokenizer is None:
         raise InputError(f"{args.model} has no tokenizer, so no text can be read")
     tokenizer = lm.tokenizer
-    if any(window is not None for window in lm.config.local_windows):
-        raise InputError(
-            "the KVzip oracles do not know models with sliding-window layers, whose keys leave by themselves"
-        )
+    lm.config.needs_full_attention("the KVzip oracle")
     collect = _Collector(lm, args)
     fit = _Fit(args, lm.config, ml_dtypes.bfloat16 if args.dtype == "bfloat16" else np.float32)
     sources = [Source.parse(spec) for spec in args.data or [f"builtin:{kind}" for kind in corpus.KINDS]]
@@ -360,13 +357,20 @@ def _run(args: Namespace) -> None:
             predicted = {kind: surrogate.predict_all(params, x) for kind, params in fitted.items()}
             for kind, values in predicted.items():
                 found[kind].add(values, y)
-            scores.append(np.asarray(predicted[args.kinds[-1]]).ravel())
+            scores.append(np.asarray(predicted[args.kinds[-1]])[list(lm.config.evicting)].ravel())
             bar.update(args.batch_size)
-    _report(args, fitted, {kind: correlation.squared() for kind, correlation in found.items()}, np.concatenate(scores))
+    squared = {kind: correlation.squared() for kind, correlation in found.items()}
+    _report(args, fitted, squared, np.concatenate(scores), lm.config.evicting)
 
 
-def _report(args: Namespace, fitted: dict[str, Any], squared: dict[str, np.ndarray], scores: np.ndarray) -> None:
-    """Writes and prints what was fitted."""
+def _report(
+    args: Namespace,
+    fitted: dict[str, Any],
+    squared: dict[str, np.ndarray],
+    scores: np.ndarray,
+    evicting: tuple[int, ...],
+) -> None:
+    """Writes and prints what was fitted; means are over the layers in which a policy may evict."""
     from kvsparse_jax import plot
 
     quantiles = {f"{q:.0%}": round(float(np.quantile(scores, q)), 3) for q in (0.25, 0.5, 0.75, 0.875)}
@@ -374,7 +378,11 @@ def _report(args: Namespace, fitted: dict[str, Any], squared: dict[str, np.ndarr
         "prompts": args.prompts,
         "heldout_prompts": args.heldout_prompts,
         "squared_pearson": {
-            kind: {"mean": float(r.mean()), "by_layer": r.mean(1).tolist(), "by_layer_and_head": r.tolist()}
+            kind: {
+                "mean": float(r[list(evicting)].mean()),
+                "by_layer": r.mean(1).tolist(),
+                "by_layer_and_head": r.tolist(),
+            }
             for kind, r in squared.items()
         },
         "threshold_that_evicts": quantiles,
@@ -386,9 +394,9 @@ def _report(args: Namespace, fitted: dict[str, Any], squared: dict[str, np.ndarr
     kinds = list(squared)
     print("squared Pearson correlation on held-out prompts")
     print("layer  " + "  ".join(f"{kind:>7}" for kind in kinds))
-    for layer in range(len(squared[kinds[0]])):
+    for layer in evicting:
         print(f"{layer:>5}  " + "  ".join(f"{squared[kind][layer].mean():7.3f}" for kind in kinds))
-    print(" mean  " + "  ".join(f"{squared[kind].mean():7.3f}" for kind in kinds))
+    print(" mean  " + "  ".join(f"{squared[kind][list(evicting)].mean():7.3f}" for kind in kinds))
     told = ", ".join(f"{share} of the tokens: {value}" for share, value in quantiles.items())
     print(f"threshold that evicts (of {args.kinds[-1]}) {told}")
     for kind, path in paths.items():

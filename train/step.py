@@ -175,7 +175,7 @@ class Totals(NamedTuple):
     Attributes:
         tokens: counted tokens.
         rows: batch rows.
-        keys: decisions about real keys (layers x KV heads x tokens).
+        keys: decisions about real keys (layers in which a policy may evict x KV heads x tokens).
         evicted: sum of the noisy ones, for the "global" budget over several micro-batches; None where the micro-batch
             is the global batch or the budget is per row.
     """
@@ -191,7 +191,7 @@ def totals(config: ModelConfig, batch: Batch, objective: Objective) -> Totals:
     real = (batch.segment_ids > PADDING).sum().astype(jnp.float32)
     rows = int(batch.input_ids.size // batch.input_ids.shape[-1])
     return Totals(
-        counted(batch, objective).sum().astype(jnp.float32), rows, real * float(config.layers * config.kv_heads)
+        counted(batch, objective).sum().astype(jnp.float32), rows, real * float(len(config.evicting) * config.kv_heads)
     )
 
 
@@ -257,6 +257,7 @@ def micro_loss(
     zero = jnp.zeros((), kl.dtype)
     if gates is None:  # the borrowed channel's fading stage: distillation only
         return kl, {"distillation": kl, "budget": zero, "closed": zero, "evicted": zero, "keys": zero}
+    gates, noise = (decoder.of_evicting(config, x) for x in (gates, noise))
     decisions = losses.straight_through(policy.relax(gates, noise))
     part = decisions.shape[1] / total.rows
     if objective.budget == "row":
@@ -372,7 +373,9 @@ def make_step(
                     tree["model"], config, mine, micro, noise=noise, objective=objective, remat="none"
                 )
                 assert gates is not None
-                decisions = losses.straight_through(mine.relax(gates, noise))
+                decisions = losses.straight_through(
+                    mine.relax(decoder.of_evicting(config, gates), decoder.of_evicting(config, noise))
+                )
                 return carry + losses.evicted_real_keys(decisions, mine.shift, micro.segment_ids)[0].sum(), None
 
             total = total._replace(evicted=lax.scan(evicted, jnp.zeros((), jnp.float32), batch)[0])

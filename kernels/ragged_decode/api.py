@@ -31,7 +31,8 @@ def ragged_attention(
     Args:
         q: [B, Hq, T, D]; query head ``h`` reads KV head ``h // (Hq // H)``.
         k: [P, D, page], keys after RoPE, channels first: the layout in which scores are a plain product.
-        v: [P, page, D].
+        v: [P, page, D], or [P, page, 0]: the keys are the values, too, and are read once (latent attention, where a
+            caller uses the leading channels of the output).
         tables: [B, H, width] int32, page numbers.
         lengths: [B, H] int32.
         scale: multiplies ``<q, k>``.
@@ -50,7 +51,7 @@ def ragged_attention(
         NotImplementedError: unknown implementation.
     """
     pages, dim, page = k.shape
-    if v.shape != (pages, page, dim) or q.ndim != 4 or q.shape[3] != dim:
+    if v.shape not in ((pages, page, dim), (pages, page, 0)) or q.ndim != 4 or q.shape[3] != dim:
         raise ValueError(f"q [B, Hq, T, D], k [P, D, page], v [P, page, D] do not fit: {q.shape}, {k.shape}, {v.shape}")
     if tables.ndim != 3 or lengths.shape != tables.shape[:2] or tables.shape[0] != q.shape[0]:
         raise ValueError(

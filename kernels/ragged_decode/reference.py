@@ -32,7 +32,7 @@ def attention(
     if k.dtype == jnp.uint8:
         k, v = (lax.bitcast_convert_type(x, jnp.float8_e4m3fn) for x in (k, v))
     keys = jnp.swapaxes(k[at].astype(acc), -1, -2).reshape(batch, kv_heads, slots, dim)
-    values = v[at].astype(acc).reshape(batch, kv_heads, slots, dim)
+    values = v[at].astype(acc).reshape(batch, kv_heads, slots, dim) if v.shape[2] else keys
     if k_scale is not None and v_scale is not None:
         keys = keys * k_scale[at].astype(acc).reshape(batch, kv_heads, slots, 1)
         values = values * v_scale[at].astype(acc).reshape(batch, kv_heads, slots, 1)

@@ -122,7 +122,8 @@ def _many_heads(
         used = jnp.arange(run * page, dtype=jnp.int32)[None] < room[:, None]
         # A slot that nobody wrote may hold NaN, and 0 * NaN is NaN: values are cleared, scores are masked.
         keys = _widen(_take(pool.k, at), acc)
-        values = _widen(_take(pool.v, at), acc).reshape(at_once, run * page, dim)
+        values = _widen(_take(pool.v, at), acc) if pool.v.shape[2] else keys.swapaxes(1, 2)
+        values = values.reshape(at_once, run * page, dim)
         values = jnp.where(used[:, :, None], values, 0)
         s = jnp.einsum("nrd,ndp->nrp", wide_q[jnp.repeat(safe, run)], keys)
         s = jnp.swapaxes(s.reshape(at_once, run, rows, page), 1, 2).reshape(at_once, rows, run * page)
@@ -169,7 +170,7 @@ def _one_head(q: Array, pool: _Pool, tables: Array, lengths: Array, q_positions:
         at = lax.dynamic_slice(tables, (head, first), (1, run))[0]
         used = first * page + jnp.arange(run * page, dtype=jnp.int32) < lengths[head]
         keys = jnp.swapaxes(_widen(_take(pool.k, at), q.dtype), 0, 1).reshape(dim, run * page)
-        values = _widen(_take(pool.v, at), q.dtype).reshape(run * page, dim)
+        values = _widen(_take(pool.v, at), q.dtype).reshape(run * page, dim) if pool.v.shape[2] else keys.T
         values = jnp.where(used[:, None], values, 0)
         s = jnp.einsum("rd,dp->rp", q[head], keys, preferred_element_type=acc) * jnp.asarray(scale, acc)
         if pool.k_scale is not None:

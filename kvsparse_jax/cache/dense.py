@@ -80,9 +80,15 @@ class DenseCache(Cache):
                 last = last_query(slot, jnp.zeros_like(slot, bool), 0, local_window)[:, None]
             else:
                 last = lax.dynamic_slice(cache.expires, (layer, zero, zero, start), (1, batch, kv_heads, block))[0]
+            keys = lax.dynamic_slice(cache.k, (layer, zero, zero, zero, start), (1, batch, kv_heads, dim, block))[0]
+            values = None
+            if cache.v.shape[4]:
+                values = lax.dynamic_slice(cache.v, (layer, zero, zero, start, zero), (1, batch, kv_heads, block, dim))[
+                    0
+                ]
             return blockwise.Keys(
-                lax.dynamic_slice(cache.k, (layer, zero, zero, zero, start), (1, batch, kv_heads, dim, block))[0],
-                lax.dynamic_slice(cache.v, (layer, zero, zero, start, zero), (1, batch, kv_heads, block, dim))[0],
+                keys,
+                keys.swapaxes(2, 3) if values is None else values,
                 jnp.where(slot < total[:, None], slot, NEVER),
                 last,
             )
@@ -94,6 +100,11 @@ class DenseCache(Cache):
 
         part = blockwise.attention(q, jnp.where(valid, at, -1), fetch, blocks, scale=scale)
         return normalise(part).astype(q.dtype), cache
+
+    def entries(self, layer: Array) -> tuple[Array, Array]:
+        """Keys and values [B, H, slots, D] of a layer."""
+        keys = lax.dynamic_index_in_dim(self.k, layer, 0, False).swapaxes(2, 3)
+        return keys, lax.dynamic_index_in_dim(self.v, layer, 0, False) if self.v.shape[4] else keys
 
     def sweep(self) -> Self:
         """See :meth:`Cache.sweep`: nothing is freed, only made invisible also to the newest query."""
@@ -171,7 +182,7 @@ def init(spec: CacheSpec, batch: int, *, slots: int) -> DenseCache:
     heads = (spec.layers, batch, spec.kv_heads)
     return DenseCache(
         k=jnp.zeros((*heads, spec.head_dim, slots), spec.dtype),
-        v=jnp.zeros((*heads, slots, spec.head_dim), spec.dtype),
+        v=jnp.zeros((*heads, slots, spec.stored_values), spec.dtype),
         expires=None if spec.window is None else jnp.full((*heads, slots), NEVER, jnp.int32),
         seen=jnp.zeros((batch,), jnp.int32),
         flagged=jnp.zeros(heads, jnp.int32),
@@ -224,7 +235,7 @@ def _store(
     return dataclasses.replace(
         cache,
         k=cache.k.at[layer, b, h, :, slot].set(k.astype(cache.k.dtype), mode="drop"),
-        v=cache.v.at[layer, b, h, slot].set(v.astype(cache.v.dtype), mode="drop"),
+        v=cache.v.at[layer, b, h, slot].set(v[..., : cache.v.shape[4]].astype(cache.v.dtype), mode="drop"),
         expires=expires,
         lost=cache.lost + lost,
     )

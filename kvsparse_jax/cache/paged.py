@@ -42,10 +42,11 @@ from kvsparse_jax.policies.base import Held, Selection
 class PagedCache(Cache):
     """State of the cache. L layers, B sequences (rows), H KV heads, D channels, P pages of ``page`` slots.
 
-    ``k`` is [P, D, page], channels first, ``v`` [P, page, D].
+    ``k`` is [P, D, page], channels first, ``v`` [P, page, D]; without channels where the key is the value, too (latent
+    attention).
 
     Attributes:
-        k_scale, v_scale: [P, page] float32, for 8-bit pools; else None.
+        k_scale, v_scale: [P, page] float32, for 8-bit pools; else None. Only k_scale where the key is the value.
         expires: [P, page] int32.
         statistic: [P, page] float32, what a policy that selects notes about each entry; else None.
         free: [P] int32; ``free[:free_count]`` are the pages that nobody holds, taken from the end.
@@ -133,7 +134,7 @@ class PagedCache(Cache):
                 jnp.where(valid.any(1)[:, None], length, 0),
                 scale=scale,
                 k_scale=cache.k_scale,
-                v_scale=cache.v_scale,
+                v_scale=cache.v_scale if cache.v.shape[2] else cache.k_scale,
                 expires=None if at is None else cache.expires,
                 q_positions=at,
                 implementation=implementation,
@@ -266,10 +267,13 @@ def init(
         raise ValueError("batch, pages, width and page must be at least 1")
     stored = spec.dtype if quantisation is None else storage_dtype(quantisation)
     heads = (spec.layers, batch, spec.kv_heads)
-    scales = [None if quantisation is None else jnp.ones((pages, page), jnp.float32) for _ in range(2)]
+    scales = [
+        None if quantisation is None or not channels else jnp.ones((pages, page), jnp.float32)
+        for channels in (spec.head_dim, spec.stored_values)
+    ]
     return PagedCache(
         k=jnp.zeros((pages, spec.head_dim, page), stored),
-        v=jnp.zeros((pages, page, spec.head_dim), stored),
+        v=jnp.zeros((pages, page, spec.stored_values), stored),
         k_scale=scales[0],
         v_scale=scales[1],
         expires=jnp.full((pages, page), NEVER, jnp.int32),
@@ -329,12 +333,13 @@ def _places(cache: PagedCache, table: Array, slots: Array) -> _Place:
 def _put(cache: PagedCache, place: _Place, k: Array, v: Array, expires: Array, statistic: Array | None) -> PagedCache:
     """Stores k, v [B, H, N, D], expires and statistic [B, H, N] at places [B, H, N]; no place, nothing stored."""
     page, offset = place.page.reshape(-1), place.offset.reshape(-1)
-    k, v = k.reshape(-1, k.shape[-1]), v.reshape(-1, v.shape[-1])
+    k, v = k.reshape(-1, k.shape[-1]), v.reshape(-1, v.shape[-1])[:, : cache.v.shape[2]]
     k_scale, v_scale = cache.k_scale, cache.v_scale
-    if k_scale is not None and v_scale is not None:
+    if k_scale is not None:
         k, of_k = quantise(k, cache.k.dtype)
-        v, of_v = quantise(v, cache.v.dtype)
         k_scale = k_scale.at[page, offset].set(of_k, mode="drop")
+    if v_scale is not None:
+        v, of_v = quantise(v, cache.v.dtype)
         v_scale = v_scale.at[page, offset].set(of_v, mode="drop")
     return dataclasses.replace(
         cache,
@@ -608,8 +613,12 @@ def entries(cache: PagedCache, layer: Array) -> tuple[Array, Array, Array, Array
     place = _places(cache, state.table, jnp.where(used, slots, -1))
     page, offset = jnp.minimum(place.page, cache.pages - 1), place.offset
     k, v = cache.k[page, :, offset], cache.v[page, offset]
-    if cache.k_scale is not None and cache.v_scale is not None:
-        k, v = dequantise(k, cache.k_scale[page, offset]), dequantise(v, cache.v_scale[page, offset])
+    if cache.k_scale is not None:
+        k = dequantise(k, cache.k_scale[page, offset])
+    if cache.v_scale is not None:
+        v = dequantise(v, cache.v_scale[page, offset])
+    if not cache.v.shape[2]:
+        v = k
     k, v = (jnp.where(used[..., None], x, 0) for x in (k, v))
     return k, v, jnp.where(used, cache.expires[page, offset], 0), used
 

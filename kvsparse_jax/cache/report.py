@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array
 
 from kvsparse_jax.cache.base import Cache
+from kvsparse_jax.models.config import evicting
 
 
 def nbytes(cache: Cache) -> int:
@@ -46,7 +47,8 @@ class CacheReport:
         nbytes: bytes of all arrays as allocated.
         used: bytes of the pages taken, the tables and the metadata.
         dense_nbytes: bytes of the keys and values of all tokens seen, in the model's dtype.
-        cr_nominal: 1 / mean(1 - flagged / seen), over layers, heads and sequences that have seen a token.
+        cr_nominal: 1 / mean(1 - flagged / seen), over heads, sequences that have seen a token, and layers in which a
+            policy may evict.
         cr_physical: dense_nbytes / used.
         trimmed: entries given up to make room.
         grown: bytes allocated after each time that the cache grew, in order; empty: it never did.
@@ -82,9 +84,11 @@ def report(cache: Cache, dtype: np.dtype | None = None, grown: Sequence[int] = (
         raise ValueError("the dtype of the model is needed to compare an 8-bit cache with a dense one")
     live, pages = (np.asarray(x, np.int64) for x in counts(cache))
     item = np.dtype(cache.v.dtype if dtype is None else dtype).itemsize
-    full = int(seen.sum()) * layers * heads * 2 * cache.v.shape[-1] * item
+    full = int(seen.sum()) * layers * heads * (cache.k.shape[-2] + cache.v.shape[-1]) * item
     used = used_bytes(cache, int(pages.sum()))
     started = seen > 0
+    if cache.local_windows:
+        flagged = flagged[list(evicting(cache.local_windows))]
     kept = 1 - flagged[:, started] / seen[started][None, :, None]
     mean_kept = float(kept.mean()) if kept.size else 1.0
     return CacheReport(

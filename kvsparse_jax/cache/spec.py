@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from kvsparse_jax.errors import InputError
 from kvsparse_jax.models.config import ModelConfig
 from kvsparse_jax.policies.base import LayerInput, Policy
 
@@ -19,6 +18,7 @@ class CacheSpec:
 
     Attributes:
         layers, kv_heads, head_dim: L, H, D.
+        value_dim: channels of a value; 0: the key is the value, too, and is stored once (latent attention); None: D.
         dtype: of the model's keys and values.
         window: delay of the eviction in tokens (at least 0); None when nothing is ever flagged.
         shift: token k + shift decides about token k; 0 or 1.
@@ -39,6 +39,7 @@ class CacheSpec:
     local_windows: tuple[int | None, ...] = ()
     max_positions: int | None = None
     recent: int | None = None
+    value_dim: int | None = None
 
     def __post_init__(self) -> None:
         if min(self.layers, self.kv_heads, self.head_dim) < 1:
@@ -47,6 +48,8 @@ class CacheSpec:
             raise ValueError(f"window must be at least 0 tokens or None, not {self.window}")
         if self.shift not in (0, 1):
             raise ValueError(f"shift must be 0 or 1, not {self.shift}")
+        if self.value_dim not in (None, 0, self.head_dim):
+            raise ValueError(f"value_dim must be 0 or head_dim ({self.head_dim}), not {self.value_dim}")
         if len(self.local_windows) not in (0, self.layers):
             raise ValueError(f"{len(self.local_windows)} local_windows do not fit {self.layers} layers")
 
@@ -55,10 +58,10 @@ class CacheSpec:
         """What a model of this shape and dtype needs under a policy.
 
         Raises:
-            InputError: a policy with a budget, and a model whose own sliding windows drop keys.
+            InputError: a policy with a budget, and a model without a layer of full attention.
         """
-        if policy.selects and any(window is not None for window in config.local_windows):
-            raise InputError(f"{type(policy).__name__} does not work on models with sliding-window layers")
+        if policy.selects:
+            config.needs_full_attention(type(policy).__name__)
         return cls(
             layers=config.layers,
             kv_heads=config.kv_heads,
@@ -69,7 +72,13 @@ class CacheSpec:
             local_windows=config.local_windows,
             max_positions=config.max_positions,
             recent=policy.recent if policy.selects else None,
+            value_dim=None if config.latent is None else 0,
         )
+
+    @property
+    def stored_values(self) -> int:
+        """Channels of a value that are stored beside its key."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
     def local(self) -> bool:

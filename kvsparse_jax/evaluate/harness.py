@@ -126,7 +126,7 @@ class Counts:
         self.sequences += len(kept.seen)
         self.seen += int(kept.seen.sum()) * int(np.prod(kept.live.shape[1:]))
         self.live += int(kept.live.sum())
-        self.unflagged += float(kept.nominal.mean((1, 2)).sum())
+        self.unflagged += float(kept.unflagged_share.sum())
 
     def generated(self, report: CacheReport) -> None:
         """Adds the cache that a batch was generated on."""

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kernels.visibility import expires, visible
+from kvsparse_jax.models.config import evicting
 from kvsparse_jax.policies.streaming import SINKS, StreamingLLM
 
 
@@ -16,8 +17,12 @@ def _streaming_live(window: Array, *, length: int, local_windows: tuple[int | No
     """Entries that sinks and a window hold after `length` tokens, mean over layers."""
     positions = jnp.arange(length, dtype=jnp.int32)
     evict, last = positions >= sinks, jnp.int32(length - 1)
-    counts = {w: visible(last, positions, expires(positions, evict, window, w)).sum() for w in set(local_windows)}
-    return jnp.stack([counts[w] for w in local_windows]).mean()
+    acts = evicting(local_windows)
+    kinds = [(w, layer in acts) for layer, w in enumerate(local_windows)]
+    counts = {
+        (w, act): visible(last, positions, expires(positions, evict & act, window, w)).sum() for w, act in set(kinds)
+    }
+    return jnp.stack([counts[kind] for kind in kinds]).mean()
 
 
 def equal_memory_budget(live: float, length: int, local_windows: Sequence[int | None], sinks: int = SINKS) -> int:

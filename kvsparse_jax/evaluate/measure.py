@@ -16,6 +16,7 @@ from kvsparse_jax.evaluate.results import Curve, Estimate, Memory, OfKind, Quali
 from kvsparse_jax.evaluate.sequences import Sequences
 from kvsparse_jax.lm import LM
 from kvsparse_jax.models import decoder
+from kvsparse_jax.models.config import evicting
 from kvsparse_jax.policies import Policy
 from kvsparse_jax.policies.spec import describe
 from kvsparse_jax.whole import full_hidden, positions_of
@@ -111,7 +112,8 @@ def memory(
 
     Returns:
         Flagged keys [B, L, H] and entries live at the last token [B, L, H], int32; entries live after the last column
-        of each bin, mean over layers and heads [B, S], and share of the heads that do not flag the key [B, T], float32.
+        of each bin, mean over layers and heads [B, S], and share of the heads that do not flag the key [B, T] (in
+        layers in which a policy may evict), float32.
     """
     batch, length = segment_ids.shape
     positions = positions_of(segment_ids)
@@ -136,7 +138,12 @@ def memory(
     queries = jnp.take_along_axis(positions, jnp.broadcast_to(ends[None], (batch, len(ends))), 1)
     over_time = lax.map(lambda query: live_at(query).mean((0, 2)), queries.T)
     flagged = evict.sum(-1, dtype=jnp.int32).swapaxes(0, 1)
-    return flagged, live_at(last).swapaxes(0, 1), over_time.T, 1.0 - evict.mean((0, 2))
+    return (
+        flagged,
+        live_at(last).swapaxes(0, 1),
+        over_time.T,
+        1.0 - evict[jnp.asarray(evicting(local_windows))].mean((0, 2)),
+    )
 
 
 def _bin_ends(length: int, bins: int) -> np.ndarray:
@@ -147,13 +154,17 @@ def _bin_ends(length: int, bins: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Kept:
-    """:func:`memory` of all rows: flagged and live [N, L, H], curve [N, S], unflagged [N, T], seen [N]."""
+    """:func:`memory` of all rows: flagged and live [N, L, H], curve [N, S], unflagged [N, T], seen [N].
+
+    ``evicting`` are the layers in which a policy may evict: decision ratios are over these.
+    """
 
     flagged: np.ndarray
     live: np.ndarray
     curve: np.ndarray
     unflagged: np.ndarray
     seen: np.ndarray
+    evicting: tuple[int, ...]
 
     @property
     def nominal(self) -> np.ndarray:
@@ -161,12 +172,17 @@ class Kept:
         return 1.0 - self.flagged / self.seen[:, None, None]
 
     @property
+    def unflagged_share(self) -> np.ndarray:
+        """[N], share of the keys that are not flagged, in the layers in which a policy may evict."""
+        return self.nominal[:, list(self.evicting)].mean((1, 2))
+
+    @property
     def entries(self) -> np.ndarray:
         """[N, L, H], share of the tokens seen that are live at the end."""
         return self.live / self.seen[:, None, None]
 
     def summary(self, rows: np.ndarray) -> Memory:
-        nominal, entries = self.nominal[rows].mean((1, 2)), self.entries[rows].mean((1, 2))
+        nominal, entries = self.unflagged_share[rows], self.entries[rows].mean((1, 2))
 
         def inverse(mean: float) -> float:
             return 1.0 / mean if mean > 0 else math.inf
@@ -224,7 +240,7 @@ class Rows:
             use(index, hidden)
             parts.append([np.asarray(x)[: index.stop - start] for x in kept])
         flagged, live, curve, unflagged = (np.concatenate(x) for x in zip(*parts, strict=True))
-        return Kept(flagged, live, curve, unflagged, self.real.sum(1))
+        return Kept(flagged, live, curve, unflagged, self.real.sum(1), config.evicting)
 
 
 def chunk_of(batch: int, vocab: int) -> int:

@@ -94,6 +94,8 @@ def _forward(
             return out, cache, None
         held = paged.held(cache, layer.number, q, k, valid, scale)
         found, stored = policy.select(held), held.stored
+        if local is not None:  # a layer with a sliding window forgets by itself
+            found = found._replace(keep=found.keep | (local != NEVER))
         out, cache = cache.attend(
             layer.number,
             q,

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -138,11 +139,35 @@ class ModelConfig:
         return float(self.head_dim**-0.5) if self.query_scale is None else self.query_scale
 
     @property
+    def evicting(self) -> tuple[int, ...]:
+        """Layers in which a policy may evict, see :func:`evicting`."""
+        return evicting(self.local_windows)
+
+    def needs_full_attention(self, what: str) -> None:
+        """InputError where every layer has a sliding window, so that no key is there for ``what`` to choose among."""
+        if None not in self.local_windows:
+            raise InputError(
+                f"{what} does not work on models in which every layer has a sliding window: it chooses among all tokens"
+            )
+
+    @property
     def stacks(self) -> dict[str, range]:
         """Layers that are stacked together because they hold the same tensors, in order, by the stack's name."""
         first = 0 if self.experts is None else self.experts.first
         parts = {"first_layers": range(first), "layers": range(first, self.layers)}
         return {name: layers for name, layers in parts.items() if layers}
+
+
+def evicting(local_windows: Sequence[int | None]) -> tuple[int, ...]:
+    """Layers in which a policy may evict: those with full attention, or all where every layer has a sliding window.
+
+    A layer with a sliding window forgets by itself; beside layers with full attention it costs next to nothing.
+
+    Args:
+        local_windows: per layer, the model's own sliding window or None.
+    """
+    full = tuple(layer for layer, window in enumerate(local_windows) if window is None)
+    return full or tuple(range(len(local_windows)))
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:

@@ -68,7 +68,8 @@ class Layer(NamedTuple):
 
 Attend = Callable[[Any, Layer, Array, Array, Array, Array | None], tuple[Array, Any, Any]]
 """(state, layer, q [B, Hq, T, D], k [B, H, T, D], v [B, H, T, D], gate [B, H, T] or None) -> (out [B, Hq, T, D], state,
-per-layer result). The gate is the policy's logit as emitted by each token; positive means evict."""
+per-layer result). The gate is the policy's logit as emitted by each token; positive means evict. In layers in which
+nothing is evicted (``ModelConfig.evicting``) it is -inf."""
 
 
 def _param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], dtype: DTypeLike, one: bool = False) -> Any:
@@ -234,6 +235,8 @@ def _block(
     found = attention.heads(config, p, normed, angles.of(index.local_window), fade)
     inputs = LayerInput(x, normed, found.plain, positions, config.kv_heads, config.rms_eps)
     gate = policy.gate(policy_params, inputs)
+    if gate is not None and index.local_window is not None and len(config.evicting) < config.layers:
+        gate = jnp.where(index.local_window == NEVER, gate, jnp.asarray(-jnp.inf, gate.dtype))
     layer = Layer(*index, inputs, p)
     q, k, v = (y.swapaxes(1, 2) for y in (found.q, found.k, found.v))
     out, state, result = attend(state, layer, q, k, v, gate)
@@ -311,6 +314,13 @@ def forward(
 
 def _slice(tree: Any, layers: range) -> Any:
     return jax.tree.map(lambda x: x[layers.start : layers.stop], tree)
+
+
+def of_evicting(config: ModelConfig, per_layer: Array) -> Array:
+    """The slices of ``per_layer`` [L, ...] that belong to the layers in which a policy may evict."""
+    if len(config.evicting) == config.layers:
+        return per_layer
+    return per_layer[jnp.asarray(config.evicting)]
 
 
 def head_kernel(params: Params) -> Array:

@@ -302,6 +302,10 @@ def _read(config: dict[str, Any], generation: dict[str, Any] | None) -> ModelCon
     }
     if family.more is not None:
         fields |= family.more(config, fields)
+    if fields["local_rope"] is None:
+        # A window over the whole context is none (layers with a rotation of their own are told apart by it).
+        windows = [None if window is None or window >= max_positions else window for window in fields["local_windows"]]
+        fields["local_windows"] = tuple(windows)
     if not isinstance(fields["rope"], Rope):
         fields["rope"] = Rope.read(config, fields["head_dim"], max_positions, family.absent_theta)
     return ModelConfig(**fields)

@@ -90,7 +90,8 @@ class KVzip(Policy):
                 sinks=min(self.sinks, 16),
                 kind=self.kind,
             )
-            gone[:, row, :, : len(ids)] = ~best(scores[:, 0], self.budget, self.per, self.sinks)
+            layers = list(config.evicting)
+            gone[layers, row, :, : len(ids)] = ~best(scores[layers, 0], self.budget, self.per, self.sinks)
         return dataclasses.replace(self, params=jnp.asarray(gone))
 
     def of_rows(self, rows: Sequence[int]) -> "KVzip":
