@@ -417,3 +417,44 @@ def pareto(
         _plain_log(axes.xaxis)
     _legend(axes)
     return figure
+
+
+def serving_plan(rows: Mapping[str, Mapping[str, Any]], *, title: str = "serving plan") -> Figure:
+    """What a planner foretells: bytes and sequences by context, speed against latency, and where a step's time goes.
+
+    Args:
+        rows: label -> "contexts" [S] (tokens) with "kv_bytes" [S] of a sequence and "fits" [S] (sequences per device);
+            "milliseconds" [N] of a step by growing batch with "per_device" [N] (tokens/s per device); and "parts", the
+            milliseconds of the planned step by what takes them.
+        title: what is planned.
+    """
+    figure = _figure(11.0, 7.5, title)
+    panels = figure.subplots(2, 2)
+    sizes = _style(panels[0, 0], "context (tokens)", "KV cache of a sequence (GB)")
+    counts = _style(panels[0, 1], "context (tokens)", "sequences that fit, per device")
+    speed = _style(panels[1, 0], "time per token (ms)", "tokens/s per device")
+    for index, (label, row) in enumerate(rows.items()):
+        look = {**_look(index), "linewidth": 1.6, "markersize": 3.5, "label": label}
+        sizes.plot(row["contexts"], np.asarray(row["kv_bytes"], float) / 1e9, **look)
+        some = [(x, y) for x, y in zip(row["contexts"], row["fits"], strict=True) if y > 0]
+        counts.plot([x for x, _ in some], [y for _, y in some], **look)
+        speed.plot(row["milliseconds"], row["per_device"], **look)
+    for axes in (sizes, counts, speed):
+        if any(np.size(line.get_xdata()) for line in axes.get_lines()):
+            axes.set_xscale("log")
+            axes.set_yscale("log")
+            _plain_log(axes.xaxis)
+            _plain_log(axes.yaxis)
+        _legend(axes)
+    speed.set_title("each line: batches from 1 to what fits", fontsize=9)
+    step = _style(panels[1, 1], "", "milliseconds of the planned step")
+    names = list(dict.fromkeys(name for row in rows.values() for name in row["parts"]))
+    base = np.zeros(len(rows))
+    for index, name in enumerate(names):
+        values = np.asarray([row["parts"].get(name, 0.0) for row in rows.values()], float)
+        if values.any():
+            step.bar(range(len(rows)), values, 0.6, bottom=base, color=_COLOURS[index % len(_COLOURS)], label=name)
+            base += values
+    step.set_xticks(range(len(rows)), list(rows), rotation=15, ha="right", fontsize=8)
+    _legend(step)
+    return figure
