@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from kvsparse_jax.distributed import barrier, first, to_host
 from kvsparse_jax.errors import InputError
 from kvsparse_jax.models import sharding, weights
 from kvsparse_jax.models.config import ModelConfig, read_json
@@ -234,7 +235,7 @@ def save(
     source: pathlib.Path | None = None,
     like: pathlib.Path | None = None,
 ) -> None:
-    """Writes a Hugging Face directory, whole or not at all.
+    """Writes a Hugging Face directory, whole or not at all. Of several processes all take part and one writes.
 
     Tensors that equal the source's are written with the source's own bytes; a weight file of the source in which
     nothing changed is taken over as it is, and tensors that the source lacks (the trained adapters) get their own file.
@@ -259,7 +260,7 @@ def save(
     def value(name: str) -> np.ndarray:
         stored = []
         for weight, at in slots[name]:
-            array = np.asarray(weights.get(tree, weight.path)[at])
+            array = to_host(weights.get(tree, weight.path)[at])
             stored.append(array.T if weight.transpose else array)
         return stored[0] if len(stored) == 1 else np.concatenate(stored)
 
@@ -282,6 +283,12 @@ def save(
     parts: list[tuple[str | None, list[str]]] = [(file, names) for file, names in groups.items() if names]
     parts += [(None, names) for names in fresh]
 
+    barrier(f"saving {directory.name}")  # nobody looks for the directory after another has made it
+    if not first():
+        for name in (name for _, names in parts for name in names):
+            value(name)  # the pieces that this process holds
+        barrier(f"saved {directory.name}")
+        return
     staging = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
@@ -315,6 +322,7 @@ def save(
             if source is not None and (source / name).exists():
                 shutil.copyfile(source / name, staging / name)
         os.replace(staging, directory)
+        barrier(f"saved {directory.name}")
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise

@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 
 from kernels.visibility import PADDING, decisions_by_key
+from kvsparse_jax.distributed import to_host
 from kvsparse_jax.models import decoder
 from kvsparse_jax.models.config import ModelConfig
 from kvsparse_jax.policies import DMS
@@ -82,8 +83,8 @@ def calibrate(
             values, real = _decisions(
                 params, config, policy, batch.input_ids, batch.segment_ids, jnp.float32(lift), dtype=dtype
             )
-            mask = np.broadcast_to(np.asarray(real)[None, :, None, :], values.shape)
-            found.append(np.asarray(values)[mask])
+            mask = np.broadcast_to(to_host(real)[None, :, None, :], values.shape)
+            found.append(to_host(values)[mask])
         return np.concatenate(found)
 
     values = logits(0.0)

@@ -148,6 +148,12 @@ class RetrofitConfig:
     mesh_fsdp: int = _setting(1, "devices over which batch and weights are divided", _SPEED)
     mesh_tensor: int = _setting(1, "devices over which heads and channels are divided", _SPEED)
 
+    coordinator: str | None = _setting(
+        None, "HOST:PORT of the first of several processes, or auto (SLURM, Kubernetes, TPU, MPI)", _SPEED
+    )
+    processes: int | None = _setting(None, "how many processes there are", _SPEED)
+    process_id: int | None = _setting(None, "which of them this is, from 0", _SPEED)
+
     resume: str = _setting(
         "never", "auto: go on from the newest checkpoint if there is one; never; or the path of a checkpoint", _RUN
     )
@@ -276,6 +282,9 @@ HARMLESS = frozenset(
         "mesh_data",
         "mesh_fsdp",
         "mesh_tensor",
+        "coordinator",
+        "processes",
+        "process_id",
     )
 )
 """Settings that may differ when a run is resumed."""

@@ -14,7 +14,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from kernels.visibility import PADDING
-from kvsparse_jax import cli
+from kvsparse_jax import cli, distributed
 from kvsparse_jax.errors import InputError
 from kvsparse_jax.lm import LM
 from kvsparse_jax.models import weights
@@ -86,10 +86,14 @@ def loss_and_grads(
 
 def _run(arguments: Namespace) -> None:
     settings = config.from_arguments(vars(arguments))
-    cli.show_configuration(settings)
+    distributed.start(settings.coordinator, settings.processes, settings.process_id)
+    if distributed.first():
+        cli.show_configuration(settings)
     from train import trainer  # here, so that --help and mistakes answer at once
 
     result = trainer.train(settings)
+    if not distributed.first():
+        return
     print(f"model: {result.model}")
     for path in result.exports:
         print(f"export: {path}")

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 
-from kvsparse_jax import cli
+from kvsparse_jax import cli, distributed
 from kvsparse_jax.errors import InputError
 
 _SEAL = "seal-{}.json"
@@ -105,7 +105,7 @@ class Store:
             sealed.result()
 
     def _seal(self, step: int) -> None:
-        if jax.process_index():
+        if not distributed.first():
             return
         cli.write_json_atomically(self.directory / _SEAL.format(step), _checksums(self.directory / str(step)))
         kept = {_SEAL.format(s) for s in self._manager.all_steps()}
@@ -192,6 +192,13 @@ class Store:
 
     def _put_aside(self, step: int) -> None:
         self._manager.close()
+        distributed.barrier(f"damaged checkpoint {step}")
+        if distributed.first():
+            self._set_aside(step)
+        distributed.barrier(f"checkpoint {step} put aside")
+        self._manager = self._open()
+
+    def _set_aside(self, step: int) -> None:
         target = self.directory / f"damaged-{step}"
         number = 1
         while target.exists():
@@ -199,7 +206,6 @@ class Store:
             target = self.directory / f"damaged-{step}-{number}"
         os.replace(self.directory / str(step), target)
         (self.directory / _SEAL.format(step)).unlink(missing_ok=True)
-        self._manager = self._open()
 
     def close(self) -> None:
         """Waits for what is being written, then lets go of the directory."""

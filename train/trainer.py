@@ -27,7 +27,7 @@ import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kvsparse_jax import cli, hub
+from kvsparse_jax import cli, distributed, hub
 from kvsparse_jax.errors import InputError, RunError
 from kvsparse_jax.lm import LM, load
 from kvsparse_jax.models.config import ModelConfig, read_json
@@ -173,18 +173,7 @@ def make_parts(config: RetrofitConfig, directory: Path, mesh: Mesh, rows: Callab
         lm = dataclasses.replace(lm, params={})
     policy = dataclasses.replace(policy, params=None)
     # The policy decides whether the model lends a query channel, which its config tells the step.
-    return Parts(lm.with_policy(policy), policy, _placed(trainable, mesh), frozen, teacher)
-
-
-def _placed(tree: Any, mesh: Mesh) -> Any:
-    """The tree with every leaf on the mesh: those that are not yet are copied to all devices."""
-    everywhere = NamedSharding(mesh, PartitionSpec())
-
-    def place(leaf: Array) -> Array:
-        there = isinstance(leaf.sharding, NamedSharding) and leaf.sharding.mesh == mesh
-        return leaf if there else jax.device_put(leaf, everywhere)
-
-    return jax.tree.map(place, tree)
+    return Parts(lm.with_policy(policy), policy, distributed.replicate(trainable, mesh), frozen, teacher)
 
 
 def export(config: RetrofitConfig, parts: Parts, trainable: Tree, policy: DMS) -> LM:
@@ -221,8 +210,11 @@ class _Stop:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """While it lasts, SIGTERM and a first Ctrl-C only leave a note."""
-        if threading.current_thread() is not threading.main_thread():
+        """While it lasts, SIGTERM and a first Ctrl-C only leave a note.
+
+        Several processes have to stop at the same step, so there JAX's runtime listens for SIGTERM.
+        """
+        if jax.process_count() > 1 or threading.current_thread() is not threading.main_thread():
             yield
             return
         previous: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -263,13 +255,15 @@ def train(config: RetrofitConfig, *, stop: Callable[[int], bool] | None = None) 
     tokenizer = Tokenizer.load(directory)
     if tokenizer is None:
         raise InputError(f"{directory} has no tokenizer, which the training text needs")
+    index, count = distributed.rows_of_process(mesh, _BATCH_AXES)
     output = _claim(config)
+    distributed.barrier("output directory")  # before anyone writes to it
     settings: dict[str, Any] = {
         "sequence_length": config.sequence_length,
         "packing": config.packing,
         "heldout_fraction": config.heldout_fraction,
-        "process_index": jax.process_index(),
-        "process_count": jax.process_count(),
+        "process_index": index,
+        "process_count": count,
     }
     loader = data.Loader(sources, tokenizer, batch_size=config.batch_size, seed=config.seed, prefetch=2, **settings)
     with loader, Store(output / "checkpoints", config.keep) as store:
@@ -341,7 +335,8 @@ def _exports(output: Path) -> list[Path]:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    if distributed.first():
+        print(line, file=sys.stderr, flush=True)
 
 
 class _Run:
@@ -361,7 +356,8 @@ class _Run:
         optimizer = make_optimizer(config)
         # The counters of the optimiser and the step are scalars without a place; the moments lie with their weights.
         everywhere = NamedSharding(mesh, PartitionSpec())
-        self.state = _placed(State(parts.trainable, optimizer.init(parts.trainable), jnp.int32(0)), mesh)
+        start = State(parts.trainable, optimizer.init(parts.trainable), jnp.int32(0))
+        self.state = distributed.replicate(start, mesh)
         self.key = jax.random.key(config.seed)
         self.objective = Objective(
             eos_token_ids=parts.lm.config.eos_token_ids,
@@ -380,7 +376,7 @@ class _Run:
             start=config.fade_steps,
             shardings=(jax.tree.map(lambda a: a.sharding, self.state), everywhere),
         )
-        self.healthy: Array = jax.device_put(jnp.asarray(True), everywhere)
+        self.healthy: Array = distributed.replicate(jnp.asarray(True), mesh)
         self.pending: deque[_Pending] = deque()
         self.step = 0
         self.tokens = 0
@@ -388,7 +384,8 @@ class _Run:
         self.last: dict[str, Any] = {}
         self.exports: list[Path] = []
         self.calibrated = (-1, 0.0, 0.0)  # step, compression ratio and offset of the last calibration
-        self.main = jax.process_index() == 0
+        self.main = distributed.first()
+        self.slices = distributed.rows_of_process(mesh, _BATCH_AXES)[1]
 
     # --- the loop ---
 
@@ -400,6 +397,7 @@ class _Run:
         if self.main:
             cli.write_json_atomically(self.output / "run.json", self._description())
         self._truncate()
+        distributed.barrier("run directory")
         if self.step:
             _say(f"resumed after step {self.step}")
             self._export_due()  # what a run that was killed after its checkpoint did not come to
@@ -412,6 +410,7 @@ class _Run:
             while self.step < total:
                 self._dispatch()
                 asked = stopper.signal is not None or (stop is not None and stop(self.step))
+                asked = distributed.asked_to_stop(self.step) or (asked and jax.process_count() == 1)
                 due = bool(self._due(self.step))
                 save = self.step == total or bool(config.save_every and self.step % config.save_every == 0)
                 # What is written must be of a step that is known to be finite; else read one step behind.
@@ -476,7 +475,7 @@ class _Run:
                 self._failed(done, metrics, store)
             now = time.monotonic()
             took, self.clock = now - self.clock, now
-            tokens = done.batch.tokens * jax.process_count()
+            tokens = done.batch.tokens * self.slices
             self.tokens += tokens
             self.seconds += took
             row = self._row(done.step, metrics, tokens / max(took, 1e-9))
@@ -635,8 +634,6 @@ class _Run:
 
     def _export(self, target: Path, ratio: float) -> None:
         """Writes the model as it stands, as one of this compression ratio."""
-        if not self.main:
-            return
         policy = dataclasses.replace(self.parts.policy, target_cr=ratio, params=self.state.trainable.get("policy"))
         lm = export(self.config, self.parts, self.state.trainable, policy)
         if self.calibrated[:2] == (self.step, ratio):
@@ -650,7 +647,8 @@ class _Run:
                 f"{1 / max(1 - done.before, 1e-9):.3f} -> {1 / max(1 - done.after, 1e-9):.3f}"
             )
             lm, self.calibrated = lm.with_policy(done.policy), (self.step, ratio, done.policy.offset)
-        target.parent.mkdir(exist_ok=True)
+        if self.main:
+            target.parent.mkdir(exist_ok=True)
         lm.save(target, like=self.exports[-1] if self.exports else None)
         self.exports.append(target)
         _say(f"exported {target}")

@@ -18,6 +18,7 @@ from jax import Array, lax
 
 from kernels.numerics import accumulator
 from kernels.visibility import PADDING
+from kvsparse_jax.distributed import to_host
 from kvsparse_jax.errors import InputError
 from kvsparse_jax.lm import LM
 from kvsparse_jax.models import decoder
@@ -199,7 +200,7 @@ def fit(
         new = _moments(
             lm.params, lm.config, jnp.asarray(ids), jnp.asarray(segments), window=window, shift=shift, margin=margin
         )
-        new = jax.tree.map(lambda a: np.asarray(a, np.float64), new)
+        new = jax.tree.map(lambda a: to_host(a).astype(np.float64), new)
         total = new if total is None else jax.tree.map(np.add, total, new)
     if total is None or total.keys == 0:
         raise InputError(f"--init oracle needs segments longer than window {window} + {margin} tokens")
@@ -258,5 +259,5 @@ def _predict(lm: LM, found: Fit, ids: Array, segments: Array) -> np.ndarray:
     policy = fold(lm.config, DMS(None, window=2**30, scale=1.0, offset=0.0, shift=0), found, 0.0, 1.0)
     gates = full_hidden(lm.params, lm.config, policy, ids, segments)[1]
     assert gates is not None
-    real = np.broadcast_to((np.asarray(segments) > PADDING)[None, :, None], gates.shape)
-    return -np.asarray(gates)[real]
+    real = np.broadcast_to((to_host(segments) > PADDING)[None, :, None], gates.shape)
+    return -to_host(gates)[real]
