@@ -6,6 +6,9 @@ DMS holds per head (mean over heads, layers and sequences) at the end of the seq
 On two CPU cores a step of six sequences takes 0.3 s, so the default takes half an hour.
 
     python -m benchmarks.attention_baselines --model runs/cr8 --lengths 1024:6,2048:6 --json OUT
+    python -m benchmarks.attention_baselines --model smollm2-135m --lengths 1024:6,2048:6 --entries 191 305 --json OUT
+
+The second form measures the baselines alone, with the entries that an earlier evaluation of a DMS model found.
 """
 
 import argparse
@@ -53,19 +56,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="a DMS retrofit's output directory")
     parser.add_argument("--lengths", default="1024:6,2048:6", help="tokens:sequences,... (default %(default)s)")
+    parser.add_argument("--entries", type=int, nargs="*", help="per head, for each length; where there is no DMS model")
     parser.add_argument("--batch-size", type=int, default=6, help="default %(default)s")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
 
     lm = kvs.load(args.model)
+    lengths = list(parse_lengths(args.lengths))
+    if args.entries is not None and len(args.entries) != len(lengths):
+        parser.error(f"--entries needs a number for each of {len(lengths)} lengths")
+    if args.entries is None and not isinstance(lm.policy, kvs.DMS):
+        parser.error(f"{args.model} is no DMS model: give --entries")
     figures: list[dict[str, Any]] = []
-    for length, count in parse_lengths(args.lengths):
+    for nth, (length, count) in enumerate(lengths):
         texts = evaluate.held_out_sequences(lm.tokenizer, length, count, KINDS)
-        report = evaluate.evaluate(lm, [texts])
-        by_role = {result.role: result for result in report.results}
-        own, streaming = by_role["own"], by_role["equal_memory"]
-        budget = round(own.memory.live_per_head)
-        found = {"DMS": own.quality.kl, "StreamingLLM": streaming.quality.kl}
+        found: dict[str, Estimate] = {}
+        decision_cr = None
+        if args.entries is None:
+            results = {result.role: result for result in evaluate.evaluate(lm, [texts]).results}
+            found["DMS"], found["StreamingLLM"] = (results[role].quality.kl for role in ("own", "equal_memory"))
+            budget, decision_cr = round(results["own"].memory.live_per_head), results["own"].memory.nominal_cr
+        else:
+            budget = args.entries[nth]
+            streaming = evaluate.evaluate(lm.with_policy(kvs.StreamingLLM(budget)), [texts], equal_memory=False)
+            found["StreamingLLM"] = next(r for r in streaming.results if r.role == "own").quality.kl
         for name, policy in {
             "H2O": kvs.H2O(budget=budget, sinks=4),
             "TOVA": kvs.TOVA(budget=budget, sinks=4),
@@ -82,17 +96,16 @@ def main() -> None:
                 {
                     "length": length,
                     "sequences": count,
-                    "decision_cr": own.memory.nominal_cr,
+                    "decision_cr": decision_cr,
                     "entries_per_head": budget,
                     "method": name,
                     "kl": kl.mean,
                     "stderr": kl.stderr,
-                    "times_dms": kl.mean / own.quality.kl.mean,
+                    "times_dms": kl.mean / found["DMS"].mean if "DMS" in found else None,
                 }
             )
-            print(
-                f"{length} x {count}: {name:15} KL {kl:.4f}, {kl.mean / own.quality.kl.mean:.2f} times DMS", flush=True
-            )
+            times = f", {kl.mean / found['DMS'].mean:.2f} times DMS" if "DMS" in found else ""
+            print(f"{length} x {count}: {name:15} KL {kl:.4f}{times}", flush=True)
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 

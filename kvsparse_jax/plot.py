@@ -458,3 +458,34 @@ def serving_plan(rows: Mapping[str, Mapping[str, Any]], *, title: str = "serving
     step.set_xticks(range(len(rows)), list(rows), rotation=15, ha="right", fontsize=8)
     _legend(step)
     return figure
+
+
+def ablation(
+    points: Mapping[str, Sequence[tuple[Any, float, float | None]]], *, x_label: str, y_label: str, title: str
+) -> Figure:
+    """A figure of merit against a setting, with error bars over seeds.
+
+    Args:
+        points: label -> (setting, value, standard deviation or None) of each cell. Settings that are numbers are placed
+            by value, others side by side.
+        x_label: the setting.
+        y_label: the figure of merit and its unit.
+        title: of the study.
+    """
+    figure = _figure(7.5, 4.5, title)
+    axes = _style(figure.subplots(), x_label, y_label)
+    settings = list(dict.fromkeys(point[0] for found in points.values() for point in found))
+    numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in settings)
+    for index, (label, found) in enumerate(points.items()):
+        placed = sorted(found, key=lambda point: point[0]) if numbers else found
+        x = [float(point[0]) if numbers else float(settings.index(point[0])) for point in placed]
+        y = [point[1] for point in placed]
+        error = [point[2] or 0.0 for point in placed]
+        axes.errorbar(
+            x, y, yerr=error, **_look(index), linestyle="-" if numbers else "none", markersize=5, capsize=3, label=label
+        )
+    if not numbers:
+        axes.set_xticks(range(len(settings)), [str(x) for x in settings])
+    axes.set_ylim(bottom=0)
+    _legend(axes)
+    return figure

@@ -19,6 +19,7 @@ from safetensors import safe_open
 
 import kvsparse_jax as kvs
 from kernels.visibility import decisions_by_key
+from kvsparse_jax import distributed
 from train import config as settings
 from train import data, lora, retrofit, trainer
 from train.calibrate import calibrate
@@ -135,7 +136,7 @@ def trained(config):
     mesh = trainer.make_mesh_for(config)
     parts = trainer.make_parts(config, Path(config.model), mesh, None)
     optimizer = trainer.make_optimizer(config)
-    return trainer._placed(State(parts.trainable, optimizer.init(parts.trainable), jnp.int32(0)), mesh)
+    return distributed.replicate(State(parts.trainable, optimizer.init(parts.trainable), jnp.int32(0)), mesh)
 
 
 @pytest.mark.parametrize("where", ["model", "exports/cr-2"])
