@@ -36,6 +36,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 from kernels.hopper import SHARED_MEMORY, plgpu, tiled
+from kernels.ragged_decode import mosaic as ragged_decode
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -71,6 +72,7 @@ def cases() -> dict[str, Case]:
     """All cases, gathered from the operations. A new operation adds its line here."""
     return {
         **_toolchain(),
+        **ragged_decode.aot_cases(),
     }
 
 

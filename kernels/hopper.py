@@ -19,6 +19,9 @@ SHARED_MEMORY = 227 * 1024
 CORES = 132
 """Multiprocessors of an H100 or H200 (SXM); assumed where the device does not say."""
 
+INTERPRETED_CORES = 2
+"""What the interpreter pretends to have: it runs one block after another."""
+
 
 def interpreting() -> bool:
     """Whether kernels traced now run in the interpreter (``plgpu.force_gpu_interpret_mode``)."""
@@ -52,7 +55,7 @@ def unavailable() -> str | None:
 def cores() -> int:
     """Multiprocessors of the device that is traced for."""
     if interpreting():
-        return CORES
+        return INTERPRETED_CORES
     device = _device()
     return getattr(device, "num_cores", None) or getattr(device, "core_count", None) or CORES
 

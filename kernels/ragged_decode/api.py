@@ -3,9 +3,9 @@
 from jax import Array
 
 from kernels.partial import Partial
-from kernels.ragged_decode import reference, xla
+from kernels.ragged_decode import mosaic, reference, xla
 
-IMPLEMENTATIONS = {"reference": reference.attention, "xla": xla.attention}
+IMPLEMENTATIONS = {"reference": reference.attention, "xla": xla.attention, "mosaic": mosaic.attention}
 
 
 def ragged_attention(
@@ -16,6 +16,7 @@ def ragged_attention(
     lengths: Array,
     *,
     scale: float,
+    soft_cap: float | None = None,
     k_scale: Array | None = None,
     v_scale: Array | None = None,
     expires: Array | None = None,
@@ -36,11 +37,13 @@ def ragged_attention(
         tables: [B, H, width] int32, page numbers.
         lengths: [B, H] int32.
         scale: multiplies ``<q, k>``.
+        soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``, as in Gemma 2; None leaves them as they are.
         k_scale, v_scale: [P, page] float, factor of each token's key and value, for pools of int8, or of uint8, which
             means the bits of float8_e4m3fn (XLA:CPU would widen a whole pool of that dtype to write to it).
         expires: [P, page] int32, last query position that may see the entry; with ``q_positions`` [B, T] int32. Without
             them every entry is visible to every query, as in one-token decoding, where expired entries are gone.
-        implementation: "xla" or "reference"; None takes the best for this device. A named one never falls back.
+        implementation: "mosaic" (Hopper GPUs; :func:`kernels.ragged_decode.mosaic.unsupported` says why not), "xla" or
+            "reference"; None takes the best for this device and these arguments. A named one never falls back.
 
     Returns:
         :class:`Partial` of shapes [B, Hq, T, D], [B, Hq, T], [B, Hq, T] in float32 (float64 for float64 queries), to be
@@ -48,7 +51,7 @@ def ragged_attention(
 
     Raises:
         ValueError: shapes or arguments that do not fit.
-        NotImplementedError: unknown implementation.
+        NotImplementedError: unknown implementation, or one that cannot do this.
     """
     pages, dim, page = k.shape
     if v.shape not in ((pages, page, dim), (pages, page, 0)) or q.ndim != 4 or q.shape[3] != dim:
@@ -61,8 +64,11 @@ def ragged_attention(
         raise ValueError(f"{q.shape[1]} query heads cannot be shared by {tables.shape[1]} KV heads")
     if (k_scale is None) != (v_scale is None) or (expires is None) != (q_positions is None):
         raise ValueError("k_scale and v_scale, expires and q_positions: each pair is given or left out together")
-    name = implementation or "xla"
+    if soft_cap is not None and soft_cap <= 0:
+        raise ValueError(f"soft_cap has to be positive, not {soft_cap}")
+    name = implementation or ("xla" if mosaic.unsupported(q, k, tables, k_scale is not None) else "mosaic")
     if name not in IMPLEMENTATIONS:
         known = sorted(IMPLEMENTATIONS)
         raise NotImplementedError(f"no implementation {name!r} of ragged_attention; there are {known}")
-    return IMPLEMENTATIONS[name](q, k, v, k_scale, v_scale, tables, lengths, expires, q_positions, scale=scale)
+    attention = IMPLEMENTATIONS[name]
+    return attention(q, k, v, k_scale, v_scale, tables, lengths, expires, q_positions, scale=scale, soft_cap=soft_cap)

@@ -19,6 +19,7 @@ def attention(
     q_positions: Array | None,
     *,
     scale: float,
+    soft_cap: float | None = None,
 ) -> Partial:
     """See :func:`kernels.ragged_decode.api.ragged_attention`."""
     acc = accumulator(q.dtype)
@@ -46,6 +47,8 @@ def attention(
     keys = jnp.where(used, jnp.repeat(keys, heads // kv_heads, 1), 0)
     values = jnp.where(used, jnp.repeat(values, heads // kv_heads, 1), 0)
     scores = jnp.einsum("bhtd,bhsd->bhts", q.astype(acc), keys) * jnp.asarray(scale, acc)
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
     scores = jnp.where(seen, scores, EMPTY)
     top = scores.max(-1)
     p = jnp.where(seen, jnp.exp(scores - top[..., None]), 0)

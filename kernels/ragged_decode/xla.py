@@ -68,6 +68,7 @@ def attention(
     q_positions: Array | None,
     *,
     scale: float,
+    soft_cap: float | None = None,
 ) -> Partial:
     """See :func:`kernels.ragged_decode.api.ragged_attention`."""
     batch, heads, queries, dim = q.shape
@@ -82,7 +83,7 @@ def attention(
         # Row r of a head is query r % T of the group's head r // T.
         q_positions = jnp.tile(jnp.repeat(q_positions, kv_heads, 0), (1, heads // kv_heads))
     loop = _many_heads if rows <= ROWS_AT_ONCE else _one_head
-    part = loop(q, pool, tables, lengths, q_positions, scale)
+    part = loop(q, pool, tables, lengths, q_positions, scale, soft_cap)
     shape = (batch, heads, queries)
     return Partial(part.total.reshape(*shape, dim), part.top.reshape(shape), part.weight.reshape(shape))
 
@@ -95,7 +96,13 @@ def _owner(ends: Array, items: Array, item: Array) -> tuple[Array, Array]:
 
 
 def _many_heads(
-    q: Array, pool: _Pool, tables: Array, lengths: Array, q_positions: Array | None, scale: float
+    q: Array,
+    pool: _Pool,
+    tables: Array,
+    lengths: Array,
+    q_positions: Array | None,
+    scale: float,
+    soft_cap: float | None,
 ) -> Partial:
     """q [N, R, D], tables [N, width], lengths [N], q_positions [N, R] or None -> parts of shape [N, R]."""
     acc = accumulator(q.dtype)
@@ -129,6 +136,8 @@ def _many_heads(
         s = jnp.swapaxes(s.reshape(at_once, run, rows, page), 1, 2).reshape(at_once, rows, run * page)
         if pool.k_scale is not None:
             s = s * _take(pool.k_scale, at).astype(acc).reshape(at_once, 1, -1)
+        if soft_cap is not None:
+            s = soft_cap * jnp.tanh(s / soft_cap)
         seen = used[:, None]
         if pool.expires is not None and q_positions is not None:
             seen = seen & (q_positions[safe][:, :, None] <= _take(pool.expires, at).reshape(at_once, 1, -1))
@@ -154,7 +163,15 @@ def _many_heads(
     return lax.fori_loop(jnp.int32(0), blocks, body, empty((heads, rows), dim, acc))
 
 
-def _one_head(q: Array, pool: _Pool, tables: Array, lengths: Array, q_positions: Array | None, scale: float) -> Partial:
+def _one_head(
+    q: Array,
+    pool: _Pool,
+    tables: Array,
+    lengths: Array,
+    q_positions: Array | None,
+    scale: float,
+    soft_cap: float | None,
+) -> Partial:
     """Same contract as :func:`_many_heads`, for many rows: products large enough to fill the machine by themselves."""
     acc = accumulator(q.dtype)
     heads, rows, dim = q.shape
@@ -175,6 +192,8 @@ def _one_head(q: Array, pool: _Pool, tables: Array, lengths: Array, q_positions:
         s = jnp.einsum("rd,dp->rp", q[head], keys, preferred_element_type=acc) * jnp.asarray(scale, acc)
         if pool.k_scale is not None:
             s = s * _take(pool.k_scale, at).astype(acc).reshape(1, -1)
+        if soft_cap is not None:
+            s = soft_cap * jnp.tanh(s / soft_cap)
         seen = used[None]
         if pool.expires is not None and q_positions is not None:
             seen = seen & (q_positions[head][:, None] <= _take(pool.expires, at).reshape(1, -1))

@@ -1,0 +1,195 @@
+"""The Mosaic kernel of ragged attention in the interpreter, with races detected and NaN in all that is not in use."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
+
+from kernels.hopper import plgpu
+from kernels.partial import normalise
+from kernels.ragged_decode import mosaic
+from kernels.ragged_decode.api import ragged_attention
+
+PAGE = 64
+
+
+def problem(lengths, group, dim, queries=1, codes=None, masked=False, page=PAGE, latent=False, seed=0):
+    """Arguments of ragged_attention by name, in bfloat16 (codes: 8-bit with scales); NaN wherever nothing is stored."""
+    rng = np.random.default_rng(seed)
+    lengths = np.array(lengths, np.int32)
+    batch, kv_heads = lengths.shape
+    count = -(-lengths // page)
+    pages, width = int(count.sum()) + 2, int(count.max()) + 2
+    free = rng.permutation(pages).tolist()
+    tables = rng.choice([-3, pages + 9, 0], (batch, kv_heads, width)).astype(np.int32)
+    used = np.zeros((pages, page), bool)
+    for at in np.ndindex(batch, kv_heads):
+        for n in range(count[at]):
+            tables[at][n] = free.pop()
+            used[tables[at][n]] = np.arange(page) < lengths[at] - n * page
+    k, v = rng.normal(size=(2, pages, page, dim))
+    given = {}
+    if codes is not None:
+        k, v = k * 40, v * 40
+        factors = np.where(used, rng.uniform(0.01, 0.03, (2, pages, page)), np.nan)
+        given["k_scale"], given["v_scale"] = jnp.asarray(factors, jnp.float32)
+    poison = np.where(used[..., None], 0.0, np.nan if codes is None else 120.0)
+    k, v = (jnp.asarray(x + poison, jnp.float32).astype(codes or jnp.bfloat16) for x in (k, v))
+    if codes == jnp.float8_e4m3fn:
+        k, v = (jnp.where(used[..., None], jax.lax.bitcast_convert_type(x, jnp.uint8), 0x7F) for x in (k, v))
+    if masked:
+        given["expires"] = jnp.asarray(rng.integers(0, 50, (pages, page)), jnp.int32)
+        given["q_positions"] = jnp.asarray(rng.integers(0, 50, (batch, queries)), jnp.int32)
+    q = jnp.asarray(rng.normal(size=(batch, kv_heads * group, queries, dim)), jnp.bfloat16)
+    v = v[..., :0] if latent else v
+    return {
+        "q": q,
+        "k": k.swapaxes(1, 2),
+        "v": v,
+        "tables": jnp.asarray(tables),
+        "lengths": jnp.asarray(lengths),
+        **given,
+    }
+
+
+@pytest.fixture
+def interpreted():
+    params = plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan")
+    with plgpu.force_gpu_interpret_mode(params):
+        yield
+    interpreter.reset_gpu_interpret_mode_state()
+
+
+def compare(given, scale, soft_cap=None):
+    want = ragged_attention(**given, scale=scale, soft_cap=soft_cap, implementation="reference")
+    got = ragged_attention(**given, scale=scale, soft_cap=soft_cap, implementation="mosaic")
+    assert not interpreter.get_races().races_found
+    exact, out = normalise(want), normalise(got)
+    error = jnp.abs(out - exact).max() / jnp.maximum(jnp.abs(exact).max(), 1e-3)
+    assert error < 1e-2, float(error)
+    some = np.asarray(want.weight) > 0
+    np.testing.assert_array_equal(np.asarray(got.weight) > 0, some)
+    lse, expected = (np.where(some, np.asarray(p.top) + np.log(np.where(some, p.weight, 1)), 0) for p in (got, want))
+    np.testing.assert_allclose(lse, expected, rtol=0, atol=1e-2)
+    np.testing.assert_array_equal(np.asarray(got.top)[~some], np.asarray(want.top)[~some])
+
+
+UNEVEN = [[0, 1], [PAGE, 3 * PAGE + 1]]
+CODES = {"bfloat16": None, "int8": jnp.int8, "float8": jnp.float8_e4m3fn}
+
+
+@pytest.mark.parametrize(
+    ("dim", "codes"),
+    [
+        *((dim, "bfloat16") for dim in (64, 96, 128, 192, 256)),
+        *((dim, "int8") for dim in (64, 96, 192)),
+        *((dim, "float8") for dim in (96, 128, 256)),
+    ],
+)
+def test_head_dimensions_and_types(dim, codes, interpreted):
+    compare(problem(UNEVEN, 4, dim, codes=CODES[codes]), dim**-0.5)
+
+
+@pytest.mark.parametrize("group", [1, 5, 8, 9, 16])
+def test_groups(group, interpreted):
+    compare(problem([[PAGE - 1, PAGE + 1]], group, 64), 0.125)
+
+
+@pytest.mark.parametrize(("group", "queries"), [(3, 2), (1, 16), (16, 16)])
+def test_several_queries_see_what_has_not_expired(group, queries, interpreted):
+    compare(problem([[PAGE - 1, 0]], group, 64, queries, masked=True), 0.125)
+
+
+@pytest.mark.parametrize("codes", ["bfloat16", "int8"])
+def test_latent_entries_are_keys_and_values(codes, interpreted):
+    compare(problem([[2 * PAGE + 7]], 5, 576, 2, CODES[codes], masked=True, latent=True), 192**-0.5)
+
+
+@pytest.mark.parametrize("codes", ["bfloat16", "float8"])
+def test_pages_of_two_tiles(codes, interpreted):
+    compare(problem([[129, 100], [0, 64]], 2, 64, 2, CODES[codes], masked=True, page=128), 0.125)
+
+
+def test_soft_cap(interpreted):
+    given = problem([[PAGE + 3, 2]], 2, 64)
+    compare(given, 0.5, soft_cap=3.0)
+    bare = ragged_attention(**given, scale=0.5, implementation="reference")
+    assert jnp.abs(normalise(bare) - normalise(ragged_attention(**given, scale=0.5, soft_cap=3.0))).max() > 0.05
+
+
+def test_nothing_is_held(interpreted):
+    given = problem([[0, 0], [0, 0]], 2, 64)
+    compare(given, 0.125)
+    part = ragged_attention(**given, scale=0.125, implementation="mosaic")
+    assert not part.weight.any() and not part.total.any()
+
+
+def test_nothing_is_visible(interpreted):
+    given = problem([[5, PAGE + 1]], 2, 64, masked=True)
+    given["q_positions"] = jnp.full_like(given["q_positions"], 60)
+    compare(given, 0.125)
+
+
+def test_large_scores(interpreted):
+    given = problem([[PAGE + 1]], 2, 64)
+    given["q"] *= jnp.asarray(100, jnp.bfloat16)
+    compare(given, 1.0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_schedule_gives_each_tile_to_one_block_and_each_part_a_place(seed):
+    rng = np.random.default_rng(seed)
+    heads, blocks = rng.integers(1, 40, 2)
+    lengths = rng.integers(0, 10 ** rng.integers(1, 5), heads) * (rng.random(heads) < 0.8)
+    made = mosaic._schedule(jnp.asarray(lengths, jnp.int32), int(blocks))
+    begins, ends, _ = np.asarray(made.heads).T
+    np.testing.assert_array_equal(ends - begins, -(-lengths // mosaic.KEYS))
+    places = {}
+    taken = []
+    for block, (start, stop, first, last) in enumerate(np.asarray(made.blocks).tolist()):
+        taken.append(stop - start)
+        for head in range(first, last + 1):
+            if min(stop, ends[head]) > max(start, begins[head]):
+                places.setdefault(head, []).append(head + block)
+                start = min(stop, ends[head])
+        assert start == stop, "a block has a tile that no head of its range owns"
+    assert max(taken) - min(taken) <= 1 and sum(taken) == ends[-1]
+    more = {}
+    for place, owner in zip(np.asarray(made.more).tolist(), np.asarray(made.owner).tolist(), strict=True):
+        if owner < heads:
+            more.setdefault(owner, []).append(place)
+    for head in range(heads):
+        want = places.get(head, [])
+        assert (want[0] == made.first[head] if want else not lengths[head]) and more.get(head, []) == want[1:]
+    every = [place for head in places.values() for place in head]
+    assert len(set(every)) == len(every) and all(place < heads + blocks for place in every)
+
+
+def test_without_a_hopper_gpu_it_says_so_and_xla_serves():
+    given = problem(UNEVEN, 2, 64)
+    with pytest.raises(NotImplementedError, match="it needs a Hopper GPU .* this is a CPU; 'xla' can"):
+        ragged_attention(**given, scale=0.125, implementation="mosaic")
+    want = ragged_attention(**given, scale=0.125, implementation="xla")
+    np.testing.assert_array_equal(ragged_attention(**given, scale=0.125).total, want.total)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dim": 80}, "head dimensions are"),
+        ({"group": 300}, "query rows per KV head"),
+        ({"page": 32}, "multiple of 64 slots"),
+    ],
+)
+def test_what_it_cannot_do(change, message, interpreted):
+    given = problem([[3]], **{"group": 1, "dim": 64, **change})
+    with pytest.raises(NotImplementedError, match=message):
+        ragged_attention(**given, scale=1.0, implementation="mosaic")
+    assert jnp.isfinite(ragged_attention(**given, scale=1.0).total).all()
+
+
+def test_other_types_are_refused(interpreted):
+    given = problem([[3]], 1, 64)
+    with pytest.raises(NotImplementedError, match="queries are bfloat16, not float32"):
+        ragged_attention(**{**given, "q": given["q"].astype(jnp.float32)}, scale=1.0, implementation="mosaic")
