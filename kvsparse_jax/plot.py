@@ -1,10 +1,12 @@
 """Figures of a run: training curves, what the cache keeps, and quality against memory.
 
 Every function returns a :class:`matplotlib.figure.Figure` that belongs to no window and no global state: save it with
-``figure.savefig(path)``; a notebook shows it as the value of a cell.
+``figure.savefig(path)``; a notebook shows it as the value of a cell. :func:`tokens` returns HTML.
 """
 
+import html
 import io
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -33,6 +35,13 @@ class _Figure(Figure):
         buffer = io.BytesIO()
         self.savefig(buffer, format="png")
         return buffer.getvalue()
+
+
+class Html(str):
+    """HTML that a notebook shows; ``path.write_text(page)`` makes a file of it."""
+
+    def _repr_html_(self) -> str:
+        return self
 
 
 def _figure(width: float, height: float, title: str) -> Figure:
@@ -489,3 +498,46 @@ def ablation(
     axes.set_ylim(bottom=0)
     _legend(axes)
     return figure
+
+
+_TOKEN_STYLE = """<style>
+.kvs-tokens { font: 13px/1.7 ui-monospace, monospace; max-width: 70em; }
+.kvs-tokens p { margin: .2em 0 .8em; white-space: pre-wrap; }
+.kvs-tokens span { border-radius: 3px; }
+.kvs-tokens .gone { color: #b8b8b8; }
+.kvs-tokens .held { background: #d6e8f7; color: #111; }
+.kvs-tokens summary { cursor: pointer; font-weight: 600; }
+</style>"""
+
+
+def tokens(pieces: Sequence[str], kept: ArrayLike, *, title: str = "what each head holds") -> Html:
+    """A text as each KV head sees it at its end: what is held is marked, what is evicted is grey.
+
+    Args:
+        pieces: the text of each token, T of them.
+        kept: [L, H, T] bool, or [H, T] of one layer (see :func:`kvsparse_jax.kept`).
+        title: above it.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    table = np.asarray(kept, bool)
+    table = table[None] if table.ndim == 2 else table
+    if table.ndim != 3 or table.shape[2] != len(pieces):
+        raise ValueError(f"kept must be [L, H, T] or [H, T] with T = {len(pieces)}, not {list(np.shape(kept))}")
+    shown = [html.escape(piece) for piece in pieces]
+    parts = [_TOKEN_STYLE, f'<div class="kvs-tokens"><h4>{html.escape(title)}</h4>']
+    for number, layer in enumerate(table):
+        opened = " open" if number == 0 else ""
+        parts.append(f"<details{opened}><summary>layer {number}: {100 * layer.mean():.0f} % held</summary>")
+        for head, held in enumerate(layer):
+            parts.append(f"<p>head {head}, {100 * held.mean():.0f} %: ")
+            # One element per run of equal tokens keeps pages of long texts small.
+            edges = [0, *(np.flatnonzero(np.diff(held)) + 1).tolist(), len(shown)]
+            for start, end in itertools.pairwise(edges):
+                if end > start:
+                    kind = "held" if held[start] else "gone"
+                    parts.append(f'<span class="{kind}">{"".join(shown[start:end])}</span>')
+            parts.append("</p>")
+        parts.append("</details>")
+    return Html("".join([*parts, "</div>"]))

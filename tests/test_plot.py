@@ -3,6 +3,7 @@
 import io
 import subprocess
 import sys
+from html.parser import HTMLParser
 
 import numpy as np
 import pytest
@@ -164,3 +165,33 @@ def test_no_pyplot_and_no_changed_settings():
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
     assert done.stdout.startswith(b"\x89PNG")
+
+
+class Words(HTMLParser):
+    """Text and class of every span."""
+
+    def __init__(self):
+        super().__init__()
+        self.found, self._kind = [], None
+
+    def handle_starttag(self, tag, attrs):
+        self._kind = dict(attrs).get("class") if tag == "span" else None
+
+    def handle_endtag(self, tag):
+        self._kind = None
+
+    def handle_data(self, data):
+        if self._kind:
+            self.found.append((self._kind, data))
+
+
+def test_tokens_are_marked_per_head():
+    kept = np.asarray([[[True, False, False, True], [True, True, True, True]]])
+    page = plot.tokens(["<s>", "a", " b", "\n"], kept)
+    words = Words()
+    words.feed(page)
+    assert words.found == [("held", "<s>"), ("gone", "a b"), ("held", "\n"), ("held", "<s>a b\n")]
+    assert page._repr_html_() == page and "head 0, 50 %" in page and "layer 0: 75 % held" in page
+    assert plot.tokens(["x"], [[True]]).count("<details open>") == 1
+    with pytest.raises(ValueError, match="T = 1"):
+        plot.tokens(["x"], kept)
