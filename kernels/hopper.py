@@ -19,7 +19,7 @@ SHARED_MEMORY = 227 * 1024
 CORES = 132
 """Multiprocessors of an H100 or H200 (SXM); assumed where the device does not say."""
 
-INTERPRETED_CORES = 2
+INTERPRETED_CORES = 1
 """What the interpreter pretends to have: it runs one block after another."""
 
 
@@ -71,3 +71,11 @@ def tiled(dtype: DTypeLike, minor: int) -> tuple[Any, ...]:
     if swizzle is None:
         raise ValueError(f"rows of {minor * size} bytes are not a multiple of 32")
     return plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
+
+
+def store(ref: Any, value: Any) -> None:
+    """Writes an array to shared or global memory in the layout that it has."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value  # JAX 0.11

@@ -11,6 +11,7 @@ warpgroup copies pages to a ring in shared memory, the other multiplies. Where a
 it writes a part, and there are at most ``heads + blocks`` parts (:func:`_schedule`), which :func:`_combine` merges.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -240,8 +241,8 @@ def _kernel(p: Plan, heads: int, kv_heads: int, blocks: int, scale: float, soft_
         block, row_block = lax.axis_index("block"), lax.axis_index("rows")
         start, stop = plan_ref[block, 0], plan_ref[block, 1]
 
-        def each_head(work: Callable[[Any, Any, Any, Any, Any, Any], None]) -> None:
-            """Calls ``work(head, buffer, use, begin, low, high)`` for each head that the block has tiles of."""
+        def each_head(work: Callable[[Any, Any, Any, Any, Any, Any], None]) -> Any:
+            """Calls ``work(head, buffer, use, begin, low, high)`` for each head with tiles of the block; how many."""
 
             def step(head: Any, seen: Any) -> Any:
                 begin, end = heads_ref[head, 0], heads_ref[head, 1]
@@ -253,7 +254,7 @@ def _kernel(p: Plan, heads: int, kv_heads: int, blocks: int, scale: float, soft_
 
                 return seen + (high > low).astype(jnp.int32)
 
-            lax.fori_loop(plan_ref[block, 2], plan_ref[block, 3] + 1, step, jnp.int32(0))
+            return lax.fori_loop(plan_ref[block, 2], plan_ref[block, 3] + 1, step, jnp.int32(0))
 
         def copy_head(head: Any, buffer: Any, use: Any, begin: Any, low: Any, high: Any) -> None:
             @pl.when(use >= p.query_buffers)
@@ -332,9 +333,6 @@ def _kernel(p: Plan, heads: int, kv_heads: int, blocks: int, scale: float, soft_
         def load(ref: Any, axis: int) -> Any:
             """A vector of shared memory, as a column or row of the scores."""
             return plgpu.load(ref, layout=wgmma.reduce(axis), optimized=False)
-
-        def store(ref: Any, value: Any) -> None:
-            plgpu.store(ref, value, optimized=False)
 
         def pieces_of(ref: Any, work: Callable[[Any, Any], None]) -> None:
             """Calls ``work(slice, first slot)`` for 64 rows x 64 or 32 columns at a time.
@@ -439,13 +437,27 @@ def _kernel(p: Plan, heads: int, kv_heads: int, blocks: int, scale: float, soft_
             place = head + block
             # A thread writes 8 bytes, four of them a sector: nothing is gained by way of shared memory.
             for piece, (first, size) in zip(sums, p.pieces, strict=True):
-                store(total.at[row_block, place, pl.ds(first, size)], piece)
-            store(stats.at[row_block, place, 0], top)
-            store(stats.at[row_block, place, 1], weight.sum(axis=0))
+                hopper.store(total.at[row_block, place, pl.ds(first, size)], piece)
+            hopper.store(stats.at[row_block, place, 0], top)
+            hopper.store(stats.at[row_block, place, 1], weight.sum(axis=0))
+
+        def drain(name: str, uses: Any, count: int) -> None:
+            """Waits for the last use of each of ``count`` buffers: a barrier goes when all its phases were seen."""
+            for i in range(count):
+                pl.when(i < uses)(functools.partial(plgpu.barrier_wait, smem[f"{name}_free"].at[i]))
 
         warpgroup = lax.axis_index("warpgroup")
-        pl.when(warpgroup == 0)(lambda: each_head(attend_head))
-        pl.when(warpgroup == 1)(lambda: each_head(copy_head))
+
+        @pl.when(warpgroup == 0)
+        def _() -> None:
+            each_head(attend_head)
+
+        @pl.when(warpgroup == 1)
+        def _() -> None:
+            drain("q", each_head(copy_head), p.query_buffers)
+            drain("k", stop - start, stages)
+            if not p.latent:
+                drain("v", stop - start, stages)
 
     places = heads + blocks
     # The operands of one product have to be swizzled alike.
