@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 from safetensors import safe_open
 
 import kvsparse_jax as kvs
@@ -514,3 +515,14 @@ def test_output_that_is_somebody_elses(make, tmp_path):
     (tmp_path / "photo.png").write_bytes(b"")
     with pytest.raises(kvs.InputError, match="is not empty"):
         trainer.train(make(tmp_path))
+
+
+def test_exports_carry_a_card(straight, make):
+    text = (straight.model / "README.md").read_text(encoding="utf-8")
+    front = yaml.safe_load(text.split("---\n")[1])
+    config = make(straight.output)
+    assert front["base_model"] == config.model and "dms" in front["tags"]
+    last = json.loads((straight.output / "metrics.jsonl").read_text().splitlines()[-1])
+    assert f"| KL of the last training batch, soft decisions | {last['distillation']:.4f} nats per token |" in text
+    assert "| steps | 10 |" in text and "| window | 6 |" in text and "calibration" not in text
+    assert "3 times smaller" in text and "each\nKV head decides" in text

@@ -37,6 +37,7 @@ from kvsparse_jax.policies import DMS
 from kvsparse_jax.tokenizer import Tokenizer
 from train import data, lora, losses
 from train.calibrate import calibrate
+from train.card import model_card
 from train.config import RetrofitConfig, differences, plain
 from train.step import Batch, Metrics, Objective, State, Step, Tree, make_step
 from train.store import Saved, Store
@@ -636,6 +637,7 @@ class _Run:
         """Writes the model as it stands, as one of this compression ratio."""
         policy = dataclasses.replace(self.parts.policy, target_cr=ratio, params=self.state.trainable.get("policy"))
         lm = export(self.config, self.parts, self.state.trainable, policy)
+        measured = None
         if self.calibrated[:2] == (self.step, ratio):
             lm = lm.with_policy(dataclasses.replace(policy, offset=self.calibrated[2]))
         elif self.config.calibrate:
@@ -646,10 +648,15 @@ class _Run:
                 f"calibrated for CR {ratio:g}: offset {policy.offset:.4g} -> {done.policy.offset:.4g}, measured CR "
                 f"{1 / max(1 - done.before, 1e-9):.3f} -> {1 / max(1 - done.after, 1e-9):.3f}"
             )
+            measured = (1 / max(1 - done.before, 1e-9), 1 / max(1 - done.after, 1e-9))
             lm, self.calibrated = lm.with_policy(done.policy), (self.step, ratio, done.policy.offset)
         if self.main:
             target.parent.mkdir(exist_ok=True)
         lm.save(target, like=self.exports[-1] if self.exports else None)
+        if self.main:
+            assert isinstance(lm.policy, DMS)
+            card = model_card(plain(self.config), lm.policy, ratio, self.last, measured)
+            (target / "README.md").write_text(card, encoding="utf-8")
         self.exports.append(target)
         _say(f"exported {target}")
         self.clock = time.monotonic()  # the time of an export is no step's
