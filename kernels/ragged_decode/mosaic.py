@@ -8,7 +8,8 @@ Both operands come as the pages hold them: wgmma reads 16-bit tiles transposed.
 The live tiles (64 keys) of all heads, one after the other, are divided evenly among the resident blocks, whatever heads
 they belong to: a head that is ten times longer is spread over ten times the blocks. A block walks its tiles; one
 warpgroup copies pages to a ring in shared memory, the other multiplies. Where a block passes from one head to the next
-it writes a part, and there are at most ``heads + blocks`` parts (:func:`_schedule`), which :func:`_combine` merges.
+it writes a part, and there are at most ``heads + blocks`` parts (:func:`_schedule`), which a second, small kernel
+merges (:func:`_merge`).
 """
 
 import functools
@@ -149,82 +150,127 @@ class _Schedule(NamedTuple):
     """Which block does what. N heads, C blocks, all int32.
 
     Attributes:
-        blocks: [C, 4], first tile and one past the last, first and last head.
-        heads: [N, 3], first tile and one past the last, length.
-        first: [N], place of the part that a head's first block writes.
-        more: [C], place of the part with which a block begins, where an earlier block began its head.
-        owner: [C], that head; N where there is none.
+        ends: [N], one past the last tile of each head; the tiles of all heads are numbered through.
+        lengths: [N], entries of each head.
+        first, last: [C], heads of the block's first and last tile; last <= first where it has none.
     """
 
-    blocks: Array
-    heads: Array
+    ends: Array
+    lengths: Array
     first: Array
-    more: Array
-    owner: Array
+    last: Array
+
+
+def _tiles(length: Any) -> Any:
+    """Tiles that so many entries take."""
+    return lax.div(length + (KEYS - 1), jnp.int32(KEYS))
+
+
+def _share(block: Any, tiles: Any, blocks: int) -> tuple[Any, Any]:
+    """First tile of a block and one past its last: the tiles are divided evenly."""
+    share, rest = lax.div(tiles, jnp.int32(blocks)), lax.rem(tiles, jnp.int32(blocks))
+    start = block * share + jnp.minimum(block, rest)
+    return start, start + share + (block < rest).astype(jnp.int32)
+
+
+def _block_of(tile: Any, tiles: Any, blocks: int) -> Any:
+    """The block that has the tile: the inverse of :func:`_share`."""
+    share, rest = lax.div(tiles, jnp.int32(blocks)), lax.rem(tiles, jnp.int32(blocks))
+    large = rest * (share + 1)
+    return jnp.where(
+        tile < large, lax.div(tile, share + 1), rest + lax.div(tile - large, jnp.maximum(share, jnp.int32(1)))
+    )
 
 
 def _schedule(lengths: Array, blocks: int) -> _Schedule:
     """Divides the tiles of heads with the given lengths [N] evenly among the blocks.
 
     Going through the tiles, each part begins with the next head or the next block, so ``head + block`` numbers the
-    parts, with gaps.
+    parts, with gaps, and the parts of one head follow each other.
     """
-    heads = lengths.shape[0]
-    tiles = (lengths + (KEYS - 1)) // KEYS
-    ends = jnp.cumsum(tiles, dtype=jnp.int32)
-    begins = ends - tiles
-    share, rest = ends[-1] // blocks, ends[-1] % blocks
-    block = jnp.arange(blocks, dtype=jnp.int32)
-    start = block * share + jnp.minimum(block, rest)
-    stop = start + share + (block < rest).astype(jnp.int32)
-    some = stop > start
-    first_head = jnp.sum(ends[None] <= start[:, None], 1, dtype=jnp.int32)
-    last_head = jnp.where(some, jnp.sum(ends[None] < stop[:, None], 1, dtype=jnp.int32), first_head - 1)
-    first_block = jnp.sum(stop[None] <= begins[:, None], 1, dtype=jnp.int32)
-    continued = some & (begins[jnp.minimum(first_head, heads - 1)] < start)
-    return _Schedule(
-        blocks=jnp.stack([start, stop, first_head, last_head], 1),
-        heads=jnp.stack([begins, ends, lengths], 1),
-        first=jnp.arange(heads, dtype=jnp.int32) + first_block,
-        more=jnp.where(continued, first_head + block, 0),
-        owner=jnp.where(continued, first_head, heads),
+    head = jnp.arange(lengths.shape[0], dtype=jnp.int32)
+    # A sum per head is one small program on a GPU; a cumulative sum is three.
+    ends = jnp.sum(jnp.where(head[None] <= head[:, None], _tiles(lengths)[None], 0), 1, dtype=jnp.int32)
+    start, stop = _share(jnp.arange(blocks, dtype=jnp.int32), ends[-1], blocks)
+    first = jnp.sum(ends[None] <= start[:, None], 1, dtype=jnp.int32)
+    return _Schedule(ends, lengths, first, jnp.sum(ends[None] < stop[:, None], 1, dtype=jnp.int32))
+
+
+def _merge(p: Plan, heads: int, blocks: int) -> Any:
+    """The kernel that merges each head's parts: (ends, lengths, total, stats) -> (total, stats).
+
+    Of N heads and X row blocks: [N, X, D, R], and [N, X, 2, R] with the largest score (natural units) and the weight.
+    """
+    f32, layout = jnp.float32, plgpu.Layout.WGMMA
+    at_once = max(1, min(8, 64 * hopper.WARPGROUP // (sum(size for _, size in p.pieces) * p.rows)))
+
+    def body(ends: Any, lengths: Any, total: Any, stats: Any, merged: Any, merged_stats: Any) -> None:
+        head, row_block = lax.axis_index("head"), lax.axis_index("rows")
+        tiles, end, own = ends[heads - 1], ends[head], _tiles(lengths[head])
+        first = _block_of(end - own, tiles, blocks)
+        count = jnp.where(own > 0, _block_of(end - 1, tiles, blocks) - first + 1, 0)
+
+        def across(x: Any, size: int) -> Any:
+            return lax.broadcast_in_dim(x, (size, p.rows), [1])
+
+        def load(ref: Any, layout: Any) -> Any:
+            return plgpu.load(ref, layout=layout, optimized=False)
+
+        def some(i: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+            sums, top, weight = carry
+            nth = [i * at_once + u for u in range(at_once)]
+            places = [head + first + jnp.minimum(n, count - 1) for n in nth]
+            # What goes past the last part reads that again, with no share.
+            tops = [
+                load(stats.at[row_block, at, 0], layout.reduce(0)) + jnp.where(n < count, f32(0), f32(EMPTY))
+                for n, at in zip(nth, places, strict=True)
+            ]
+            weights = [load(stats.at[row_block, at, 1], layout.reduce(0)) for at in places]
+            parts = [
+                [load(total.at[row_block, at, pl.ds(begin, size)], layout) for begin, size in p.pieces] for at in places
+            ]
+            new_top = functools.reduce(jnp.maximum, tops, top)
+            decay = jnp.exp2(top - new_top)
+            weight = weight * decay
+            sums = [x * across(decay, x.shape[0]) for x in sums]
+            for part, top_of, weight_of in zip(parts, tops, weights, strict=True):
+                share = jnp.exp2(top_of - new_top)
+                weight = weight + weight_of * share
+                sums = [x + y * across(share, x.shape[0]) for x, y in zip(sums, part, strict=True)]
+            return tuple(sums), new_top, weight
+
+        carry = (
+            tuple(plgpu.layout_cast(jnp.zeros((size, p.rows), f32), layout) for _, size in p.pieces),
+            plgpu.layout_cast(jnp.full((p.rows,), EMPTY, f32), layout.reduce(0)),
+            plgpu.layout_cast(jnp.zeros((p.rows,), f32), layout.reduce(0)),
+        )
+        steps = lax.div(count + (at_once - 1), jnp.int32(at_once))
+        sums, top, weight = lax.fori_loop(jnp.int32(0), steps, some, carry)
+        for piece, (begin, size) in zip(sums, p.pieces, strict=True):
+            hopper.store(merged.at[head, row_block, pl.ds(begin, size)], piece)
+        # A head all of whose entries are hidden has kept EMPTY through the change of base.
+        hopper.store(merged_stats.at[head, row_block, 0], jnp.where(top > EMPTY, top * f32(1 / _LOG2E), f32(EMPTY)))
+        hopper.store(merged_stats.at[head, row_block, 1], weight)
+
+    return plgpu.kernel(
+        body,
+        out_type=[
+            jax.ShapeDtypeStruct((heads, p.row_blocks, p.dim, p.rows), f32),
+            jax.ShapeDtypeStruct((heads, p.row_blocks, 2, p.rows), f32),
+        ],
+        grid=(heads, p.row_blocks),
+        grid_names=("head", "rows"),
+        kernel_name="ragged_merge",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
     )
 
 
-def _combine(total: Array, stats: Array, schedule: _Schedule) -> Partial:
-    """Merges the parts of each head.
-
-    Args:
-        total: [X, S, D, R], for each of X row blocks and S places; what no block has written holds anything.
-        stats: [X, S, 2, R], largest score (times log2(e)) and weight.
-        schedule: of N heads.
-
-    Returns:
-        Parts of shape [N, X, R]; ``total`` is [N, D, X, R].
-    """
-    empty = (schedule.heads[:, 2] == 0)[None, :, None]
-    heads = empty.shape[1]
-    top = jnp.where(empty, EMPTY, stats[:, schedule.first, 0])
-    weight = jnp.where(empty, 0.0, stats[:, schedule.first, 1])
-    own = jnp.where(empty[:, :, None], 0.0, total[:, schedule.first])
-    unused = (schedule.owner == heads)[None, :, None]
-    more_weight = jnp.where(unused, 0.0, stats[:, schedule.more, 1])
-    more_total = jnp.where(unused[:, :, None], 0.0, total[:, schedule.more])
-    belongs = (schedule.owner[None] == jnp.arange(heads, dtype=jnp.int32)[:, None])[None, :, :, None]  # [1, N, C, 1]
-    more_top = jnp.where(belongs, stats[:, None, schedule.more, 0], EMPTY)  # [X, N, C, R]
-    largest = jnp.maximum(top, more_top.max(2))
-    own_share = jnp.exp2(top - largest)
-    share = jnp.where(belongs, jnp.exp2(more_top - largest[:, :, None]), 0.0)
-    exact = lax.Precision.HIGHEST
-    summed = own * own_share[:, :, None] + jnp.einsum("xncr,xcdr->xndr", share, more_total, precision=exact)
-    weight = weight * own_share + (share * more_weight[:, None]).sum(2)
-    # A head all of whose entries are hidden has kept EMPTY through the change of base.
-    largest = jnp.where(largest > EMPTY, largest / _LOG2E, EMPTY)
-    return Partial(jnp.transpose(summed, (1, 2, 0, 3)), jnp.swapaxes(largest, 0, 1), jnp.swapaxes(weight, 0, 1))
-
-
 def _kernel(p: Plan, heads: int, kv_heads: int, blocks: int, scale: float, soft_cap: float | None, code: Any) -> Any:
-    """The kernel: (blocks, heads, tables, q, k[, v][, scales][, expires, positions]) -> (total, stats)."""
+    """The kernel: (*schedule, tables, q, k[, v][, scales][, expires, positions]) -> (total, stats).
+
+    For each of X row blocks and S places of parts: [X, S, D, R], and [X, S, 2, R] with the largest score (times
+    log2(e)) and the weight.
+    """
     dim, rows, stages = p.dim, p.rows, p.stages
     per_page = p.page // KEYS
     f32, bf16, i32 = jnp.float32, jnp.bfloat16, jnp.int32
@@ -233,19 +279,20 @@ def _kernel(p: Plan, heads: int, kv_heads: int, blocks: int, scale: float, soft_
 
     def body(*refs: Any, **smem: Any) -> None:
         inputs = iter(refs)
-        plan_ref, heads_ref, tables, q, k = (next(inputs) for _ in range(5))
+        ends, lengths, first_head, last_head, tables, q, k = (next(inputs) for _ in range(7))
         v = None if p.latent else next(inputs)
         k_scale, v_scale = (next(inputs), next(inputs)) if p.coded else (None, None)
         expires, positions = (next(inputs), next(inputs)) if p.masked else (None, None)
         total, stats = inputs
         block, row_block = lax.axis_index("block"), lax.axis_index("rows")
-        start, stop = plan_ref[block, 0], plan_ref[block, 1]
+        start, stop = _share(block, ends[heads - 1], blocks)
 
         def each_head(work: Callable[[Any, Any, Any, Any, Any, Any], None]) -> Any:
             """Calls ``work(head, buffer, use, begin, low, high)`` for each head with tiles of the block; how many."""
 
             def step(head: Any, seen: Any) -> Any:
-                begin, end = heads_ref[head, 0], heads_ref[head, 1]
+                end = ends[head]
+                begin = end - _tiles(lengths[head])
                 low, high = jnp.maximum(begin, start), jnp.minimum(end, stop)
 
                 @pl.when(high > low)
@@ -254,7 +301,7 @@ def _kernel(p: Plan, heads: int, kv_heads: int, blocks: int, scale: float, soft_
 
                 return seen + (high > low).astype(jnp.int32)
 
-            return lax.fori_loop(plan_ref[block, 2], plan_ref[block, 3] + 1, step, jnp.int32(0))
+            return lax.fori_loop(first_head[block], last_head[block] + 1, step, jnp.int32(0))
 
         def copy_head(head: Any, buffer: Any, use: Any, begin: Any, low: Any, high: Any) -> None:
             @pl.when(use >= p.query_buffers)
@@ -373,7 +420,7 @@ def _kernel(p: Plan, heads: int, kv_heads: int, blocks: int, scale: float, soft_
 
         def attend_head(head: Any, buffer: Any, use: Any, begin: Any, low: Any, high: Any) -> None:
             del use
-            length = heads_ref[head, 2]
+            length = lengths[head]
             plgpu.barrier_wait(smem["q_full"].at[buffer])
 
             def attend_tile(tile: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
@@ -545,8 +592,7 @@ def attention(
 
     padding = p.rows * p.row_blocks - rows
     inputs = [
-        schedule.blocks,
-        schedule.heads,
+        *schedule,
         tables.reshape(flat, -1),
         jnp.pad(q.reshape(flat, rows, dim), ((0, 0), (0, padding), (0, 0))),
         k,
@@ -558,12 +604,12 @@ def attention(
         # Row r of a head is query r % T of the group's head r // T.
         inputs += [expires, jnp.pad(jnp.tile(q_positions, (1, heads // kv_heads)), ((0, 0), (0, padding)))]
     sums, stats = _kernel(p, flat, kv_heads, blocks, scale, soft_cap, k.dtype)(*inputs)
-    part = _combine(sums, stats, schedule)
+    sums, stats = _merge(p, flat, blocks)(schedule.ends, schedule.lengths, sums, stats)
 
     shape = (batch, heads, queries)
-    total = part.total.reshape(flat, dim, -1)[:, :, :rows]
-    top, weight = (x.reshape(flat, -1)[:, :rows].reshape(shape) for x in (part.top, part.weight))
-    return Partial(jnp.swapaxes(total, 1, 2).reshape(*shape, dim), top, weight)
+    total = jnp.swapaxes(sums, 2, 3).reshape(flat, -1, dim)[:, :rows].reshape(*shape, dim)
+    top, weight = (stats[:, :, i].reshape(flat, -1)[:, :rows].reshape(shape) for i in (0, 1))
+    return Partial(total, top, weight)
 
 
 def aot_cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
