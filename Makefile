@@ -10,7 +10,7 @@ CPU_ENV := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=20000000000 MALLOC_TOP_PAD_
     GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo demo-quick test lint types aot clean
+.PHONY: help env demo demo-quick test lint types docs aot clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## *\(.*\)/make \1\t\2/p' Makefile | expand -t 18
@@ -32,6 +32,10 @@ lint: env  ## ruff
 
 types: env  ## mypy
 	$(RUN) -m mypy
+
+docs: env  ## build the documentation site into build/site; a broken link fails
+	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 JAX_PLATFORMS=cpu $(RUN) -m mkdocs build --strict --quiet
 
 aot:  ## compile the GPU kernels for the real hardware; needs no GPU
 	@if [ -e kernels/aot_cases.py ]; then \
