@@ -60,7 +60,7 @@ def assert_greedy(lm, histories, answers):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama_tied", "mistral_sliding", "qwen3_moe", "phi3_fused", "gemma3_text", "deepseek_v3"]
+    "name", ["llama_tied", "mistral_sliding", "qwen3_moe", "phi3_fused", "phi3_longrope", "gemma3_text", "deepseek_v3"]
 )
 def test_hugging_face_greedy(golden_models, name):
     lm, data = load(golden_models, name), np.load(golden_models / name / "golden.npz")

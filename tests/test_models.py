@@ -12,6 +12,7 @@ import pytest
 
 import kvsparse_jax as kvs
 from kernels.visibility import PADDING
+from kvsparse_jax.errors import InputError
 from kvsparse_jax.models import attention, decoder, parts, rope
 from kvsparse_jax.models.config import ModelConfig
 from kvsparse_jax.models.families import FAMILIES, read_config
@@ -28,6 +29,7 @@ MODELS = (
     "qwen3_moe",
     "phi3_fused",
     "phi3_partial",
+    "phi3_longrope",
     "gemma3_text",
     "deepseek_v2",
     "deepseek_v3",
@@ -277,3 +279,36 @@ def test_a_window_over_the_whole_context_is_none(golden_models: Path) -> None:
     for window, found in ((127, 127), (128, None), (None, None)):
         read = read_config(config | {"sliding_window": window, "max_position_embeddings": 128})
         assert set(read.local_windows) == {found}
+
+
+def test_longrope_for_long_texts(golden_models: Path, tmp_path: Path) -> None:
+    """Long factors from the first token on are what Hugging Face computes in one call over a longer text."""
+    source = golden_models / "phi3_longrope"
+    golden = np.load(source / "golden.npz")
+    shutil.copytree(source, tmp_path / "long")
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "long" / "config.json").write_text(json.dumps(config | {rope.ALWAYS_LONG: True}))
+    lm = kvs.load(tmp_path / "long", dtype="float32")
+    np.testing.assert_allclose(lm.logits(golden["long_input_ids"]), golden["long_logits"], rtol=0, atol=1e-4)
+    saved = json.loads((lm.save(tmp_path / "saved") / "config.json").read_text())
+    assert saved[rope.ALWAYS_LONG]
+    # Without it positions have frequencies of their own: the first ones are those of a short text.
+    short = kvs.load(source, dtype="float32").logits(golden["long_input_ids"])
+    alone = kvs.load(source, dtype="float32").logits(golden["long_input_ids"][:, :24])
+    np.testing.assert_allclose(short[:, :24], alone, rtol=0, atol=1e-5)
+    assert np.abs(short - golden["long_logits"]).max() > 1e-2
+
+
+def test_bad_longrope(golden_models: Path) -> None:
+    config = json.loads((golden_models / "phi3_longrope" / "config.json").read_text())
+    for name, value, words in (
+        ("short_factor", [1.0], "'short_factor' in config.json: 6 numbers"),
+        ("long_factor", [1.0, 1.0, 1.0, 1.0, 1.0, -1.0], "'long_factor'"),
+        ("long_factor", None, "'long_factor'"),
+    ):
+        with pytest.raises(InputError, match=words):
+            read_config(config | {"rope_parameters": config["rope_parameters"] | {name: value}})
+    bare = {key: value for key, value in config.items() if key != "original_max_position_embeddings"}
+    del bare["rope_parameters"]["original_max_position_embeddings"]
+    with pytest.raises(InputError, match="original_max_position_embeddings"):
+        read_config(bare)

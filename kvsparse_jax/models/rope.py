@@ -1,4 +1,4 @@
-"""Rotary position embedding and its published scalings (default, linear, llama3, yarn)."""
+"""Rotary position embedding and its published scalings (default, linear, llama3, yarn, longrope)."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,10 @@ from jax import Array
 from kernels.numerics import accumulator
 from kvsparse_jax.errors import InputError
 
-KINDS = ("default", "linear", "llama3", "yarn")
+KINDS = ("default", "linear", "llama3", "yarn", "longrope")
+
+ALWAYS_LONG = "kvsparse_longrope_always_long"
+"""Key of config.json: longrope's factors for long texts count from the first token on."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +27,16 @@ class Rope:
         theta: base of the frequencies.
         dim: number of rotated channels of a head, even.
         scaling: the kind's own settings, (name, value) pairs; empty for "default".
+        short, long: longrope's divisors of each channel pair's frequency [dim / 2], for positions within the original
+            context and beyond it.
     """
 
     kind: str
     theta: float
     dim: int
     scaling: tuple[tuple[str, float], ...] = ()
+    short: tuple[float, ...] = ()
+    long: tuple[float, ...] = ()
 
     @classmethod
     def read(cls, config: dict[str, Any], dim: int, max_positions: int, absent_theta: float | None = None) -> "Rope":
@@ -62,7 +69,26 @@ class Rope:
             return float(given[name])
 
         scaling: dict[str, float] = {}
-        if kind == "linear":
+        divisors: dict[str, tuple[float, ...]] = {}
+        if kind == "longrope":
+            original = given.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
+            if not isinstance(original, int | float) or original < 2:
+                raise InputError("rope type 'longrope' needs 'original_max_position_embeddings' in config.json")
+            factor = max_positions / original
+            grown = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+            scaling = {
+                "original_max_position_embeddings": float(original),
+                "attention_factor": float(given.get("attention_factor") or grown),
+                "always_long": float(bool(config.get(ALWAYS_LONG))),
+            }
+            for name in ("short", "long"):
+                values = given.get(f"{name}_factor")
+                if not isinstance(values, list) or len(values) != dim // 2 or not all(_positive(x) for x in values):
+                    raise InputError(
+                        f"rope type 'longrope' needs '{name}_factor' in config.json: {dim // 2} numbers above 0"
+                    )
+                divisors[name] = tuple(float(x) for x in values)
+        elif kind == "linear":
             scaling = {"factor": need("factor")}
         elif kind == "llama3":
             names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -79,7 +105,7 @@ class Rope:
                 "attention_factor": float(given.get("attention_factor") or _yarn_attention_factor(factor, given)),
                 "mscale_all_dim": float(given.get("mscale_all_dim") or 0.0),
             }
-        return cls(kind, float(theta), dim, tuple(scaling.items()))
+        return cls(kind, float(theta), dim, tuple(scaling.items()), **divisors)
 
     @property
     def softmax_factor(self) -> float:
@@ -91,9 +117,15 @@ class Rope:
         return _mscale(s["factor"], s["mscale_all_dim"]) if s.get("mscale_all_dim") else 1.0
 
     def frequencies(self) -> tuple[np.ndarray, float]:
-        """Angular frequency of each channel pair, [dim / 2] float32, and the factor on cos and sin."""
+        """Angular frequency of each channel pair, [dim / 2] float32, and the factor on cos and sin.
+
+        Of longrope those of positions within the original context; the others are :meth:`beyond`.
+        """
         s = dict(self.scaling)
         base = self.theta ** -(np.arange(0, self.dim, 2, dtype=np.float64) / self.dim)
+        if self.kind == "longrope":
+            divisors = self.long if s["always_long"] else self.short
+            return (base / np.asarray(divisors)).astype(np.float32), s["attention_factor"]
         if self.kind == "default":
             return base.astype(np.float32), 1.0
         if self.kind == "linear":
@@ -118,6 +150,23 @@ class Rope:
         stretch = np.clip((np.arange(self.dim // 2) - low) / (high - low), 0.0, 1.0)
         return (stretch * base / s["factor"] + (1 - stretch) * base).astype(np.float32), s["attention_factor"]
 
+    def beyond(self) -> tuple[int, np.ndarray] | None:
+        """First position that has other frequencies, and these [dim / 2] float32; None where there is none.
+
+        Each position has frequencies of its own, whatever is computed with it, so that a cache holds what one pass over
+        the text gives. (Hugging Face takes those of the last position for all positions of a call: the same for texts
+        within the original context, and for what is generated beyond it token by token.)
+        """
+        s = dict(self.scaling)
+        if self.kind != "longrope" or s["always_long"]:
+            return None
+        base = self.theta ** -(np.arange(0, self.dim, 2, dtype=np.float64) / self.dim)
+        return int(s["original_max_position_embeddings"]), (base / np.asarray(self.long)).astype(np.float32)
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
 
 def _mscale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
@@ -133,7 +182,10 @@ def angles(rope: Rope, positions: Array, dtype: jnp.dtype) -> tuple[Array, Array
     """cos and sin [B, T, 1, dim / 2] of the positions [B, T], at least in float32."""
     frequencies, factor = rope.frequencies()
     acc = accumulator(dtype)
-    turn = positions[..., None].astype(acc) * jnp.asarray(frequencies, acc)[None, None]
+    at = positions[..., None].astype(acc)
+    turn = at * jnp.asarray(frequencies, acc)[None, None]
+    if (beyond := rope.beyond()) is not None:
+        turn = jnp.where(positions[..., None] >= beyond[0], at * jnp.asarray(beyond[1], acc)[None, None], turn)
     scale = jnp.asarray(factor, acc)
     return (jnp.cos(turn) * scale)[:, :, None], (jnp.sin(turn) * scale)[:, :, None]
 
