@@ -211,6 +211,36 @@ class PagedCache(Cache):
             f"{int(lengths.max())} slots of {self.slots} per head"
         )
 
+    def take(self, rows: Array) -> Self:
+        """The sequences ``rows`` [B'] int32 (none twice; B or more: an empty one) with the whole pool and free list.
+
+        A forward pass over the part takes pages of the pool that it shares; :meth:`put` brings it back, and until then
+        neither the cache nor another part of it may be used.
+        """
+
+        def some(x: Array, axis: int, fill: int) -> Array:
+            return jnp.take(x, rows, axis, mode="fill", fill_value=fill)
+
+        return dataclasses.replace(
+            self,
+            tables=some(self.tables, 1, self.pages),
+            lengths=some(self.lengths, 1, 0),
+            ring=some(self.ring, 1, -1),
+            seen=some(self.seen, 0, 0),
+            flagged=some(self.flagged, 1, 0),
+            trimmed=some(self.trimmed, 1, 0),
+        )
+
+    def put(self, rows: Array, part: Self) -> Self:
+        """The cache after what happened to a part that :meth:`take` gave of it, with the same ``rows``."""
+
+        def back(name: str, axis: int) -> Array:
+            at = (slice(None),) * axis + (rows,)
+            return getattr(self, name).at[at].set(getattr(part, name), mode="drop")
+
+        names = ("tables", "lengths", "ring", "flagged", "trimmed")
+        return dataclasses.replace(part, seen=back("seen", 0), **{name: back(name, 1) for name in names})
+
     def repack(self, rows: Array, size: Size) -> Self:
         """See :meth:`Cache.repack`. Pages come to lie in the order of the tables."""
         pages, width = size
