@@ -16,6 +16,7 @@ from kvsparse_jax.errors import InputError
 from kvsparse_jax.models import decoder
 from kvsparse_jax.models.attention import value_projection
 from kvsparse_jax.models.sharding import make_mesh
+from serve import generate
 from train import kvzap, trainer
 from train.config import RetrofitConfig
 
@@ -211,7 +212,7 @@ def kvzip_plus(lm, ids, n):
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("train", ["adapter", "lora"])
-def test_retrofit_evaluate_and_load_again(directories, tmp_path, name, train):
+def test_retrofit_evaluate_and_load_again(directories, tmp_path, name, train, capsys):
     text = documents(tmp_path / "text.jsonl")
     config = RetrofitConfig(
         model=str(directories / name),
@@ -248,6 +249,10 @@ def test_retrofit_evaluate_and_load_again(directories, tmp_path, name, train):
     assert all(np.isfinite(r.quality.kl.mean) for r in report.results)
     replayed = lm.replay(ids, prefill=20, page_size=4)
     np.testing.assert_allclose(replayed.logits, lm.logits(ids), rtol=0, atol=1e-4)
+    if train == "adapter":
+        asked = ["--prompt", "cache token head", "--max-new-tokens", "4", "--temperature", "0", "--raw"]
+        assert generate.main(["--model", str(run.output), *asked]) == 0
+        assert capsys.readouterr().out.strip()
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
