@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from kernels import delayed_attention
@@ -14,6 +15,7 @@ from kernels.visibility import NEVER, PADDING, decisions_by_key, expires, visibl
 from kvsparse_jax.errors import InputError
 from kvsparse_jax.models import decoder
 from kvsparse_jax.models.config import ModelConfig
+from kvsparse_jax.models.sharding import by_heads, check_heads
 from kvsparse_jax.policies import Held, Policy
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ def attend(
     *,
     hard: bool = True,
     decide: Callable[[Array, Any], Array] | None = None,
+    mesh: Mesh | None = None,
 ) -> decoder.Attend:
     """Attention for :func:`kvsparse_jax.models.decoder.forward` whose per-layer result is the gate as it was emitted.
 
@@ -46,26 +49,43 @@ def attend(
         segment_ids: [B, T] int32, PADDING where there is no token.
         hard: keys beyond the window are dropped by the sign of the gate; False weighs them by it.
         decide: (gate [B, H, T], this layer's slice of ``per_layer``) -> the gate that takes effect; None: as emitted.
+        mesh: rows are divided over its data and fsdp axes, heads over its tensor axis, and each device attends for
+            those that it has; None: left to the compiler.
+
+    Raises:
+        InputError: KV heads that the mesh does not divide.
     """
+    kv_heads: str | None = None
+    if mesh is not None:
+        check_heads(mesh, config.kv_heads)
+        kv_heads = "kv_heads" if config.kv_heads > 1 else None
+
+    def attention(
+        q: Array, k: Array, v: Array, gate: Array | None, segment_ids: Array, local_window: Array | None
+    ) -> Array:
+        return delayed_attention(
+            q,
+            k,
+            v,
+            gate,
+            window=policy.window,
+            scale=config.scale,
+            shift=policy.shift,
+            segment_ids=segment_ids,
+            local_window=local_window,
+            hard=hard,
+        )
+
+    of_kv = ("batch", kv_heads)
+    divided = by_heads(mesh, attention, [("batch", "heads"), of_kv, of_kv, of_kv, ("batch",), None])
 
     def of_layer(
         state: Any, layer: decoder.Layer, q: Array, k: Array, v: Array, gate: Array | None
     ) -> tuple[Array, Any, Array | None]:
         # A prompt whose prefill is dense sees all of itself.
         effective = None if policy.prefill == "dense" else gate
-        out = delayed_attention(
-            q,
-            k,
-            v,
-            effective if effective is None or decide is None else decide(effective, layer.extra),
-            window=policy.window,
-            scale=config.scale,
-            shift=policy.shift,
-            segment_ids=segment_ids,
-            local_window=layer.local_window,
-            hard=hard,
-        )
-        return out, state, gate
+        effective = effective if effective is None or decide is None else decide(effective, layer.extra)
+        return divided(q, k, v, effective, segment_ids, layer.local_window), state, gate
 
     return of_layer
 

@@ -453,6 +453,7 @@ BAD = {
     "--batch-size 3 --accumulate 2": "3 rows cannot be cut into 2",
     "--batch-size 3 --mesh-data 2": "3 rows .* cannot be divided over 2 devices",
     "--mesh-data 64": "needs 64 devices",
+    "--mesh-tensor 4": "2 KV heads cannot be divided over 4 devices",
     "--lr 0": "lr must be positive",
     "--tau 0": "tau must be positive",
     "--beta2 1": r"beta2 must be in \[0, 1\)",

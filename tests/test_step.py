@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import kvsparse_jax as kvs
 from kernels.visibility import PADDING
 from kvsparse_jax.models import decoder
-from kvsparse_jax.models.sharding import make_mesh
+from kvsparse_jax.models.sharding import make_mesh, sharding
 from kvsparse_jax.whole import positions_of
 from train import data, losses
 from train import step as steps
@@ -129,12 +129,17 @@ class Setup:
         optimizer = optax.sgd(1.0)
         chosen = dataclasses.replace(self.objective, **objective)
         schedule = losses.Schedule(2.0, 4.0, 10)
-        step = steps.make_step(self.lm.config, chosen, optimizer, schedule)
+        step = steps.make_step(self.lm.config, chosen, optimizer, schedule, mesh=mesh)
         mesh = mesh or make_mesh()
         place = functools.partial(jax.device_put, device=NamedSharding(mesh, PartitionSpec()))
+        axes = decoder.logical_axes(self.lm.config)
         trainable = jax.tree.map(jnp.array, self.trainable)
         state = place(steps.State(trainable, optimizer.init(trainable), jnp.int32(3)))
-        weights = place((self.frozen, self.teacher))
+        model = jax.tree.map(
+            lambda a, x: jax.device_put(x, sharding(mesh, a, x.shape)), axes, self.frozen["model"],
+            is_leaf=lambda a: isinstance(a, tuple),
+        )  # fmt: skip
+        weights = {**self.frozen, "model": model}, place(self.teacher)
         placed = to_device(batch, mesh, accumulate)
         state, metrics = step(state, *weights, self.policy, placed, jax.random.key(1), healthy)
         grads = jax.tree.map(lambda old, new: np.asarray(old) - np.asarray(new), self.trainable, state.trainable)
@@ -166,9 +171,9 @@ def test_accumulation_changes_nothing(setup, whole, budget, accumulate):
     same(whole(budget), setup.run(batch_of(setup.lm.config), accumulate=accumulate, budget=budget))
 
 
-@pytest.mark.parametrize("budget", ["row", "global"])
-def test_number_of_devices_changes_nothing(setup, whole, budget):
-    mesh = make_mesh(data=2, fsdp=2)
+@pytest.mark.parametrize(("budget", "shape"), [("row", (2, 2, 1)), ("global", (2, 2, 1)), ("row", (1, 2, 2))])
+def test_number_of_devices_changes_nothing(setup, whole, budget, shape):
+    mesh = make_mesh(*shape)
     same(whole(budget), setup.run(batch_of(setup.lm.config), mesh=mesh, budget=budget))
 
 

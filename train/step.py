@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
+from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
 from kernels.delayed_eviction.api import SAVED
 from kernels.visibility import PADDING
 from kvsparse_jax.models import decoder
 from kvsparse_jax.models.config import ModelConfig
+from kvsparse_jax.models.sharding import collect, constrain
 from kvsparse_jax.policies import DMS, Dense
 from kvsparse_jax.whole import attend, positions_of
 from train import losses
@@ -118,12 +120,34 @@ def gumbel_noise(
     return jnp.transpose(noise, (2, 0, 3, 1)).astype(dtype)
 
 
-def _wrap(remat: Remat) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
-    if remat == "none":
-        return None
+_RESIDUAL = ("batch", None, None)
+
+
+def _wrap(config: ModelConfig, remat: Remat, mesh: Mesh | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """What happens around a layer: on a mesh its weights come together for it alone, and rows stay where they are."""
+    axes = None if mesh is None else _layer_axes(config)
     policies = jax.checkpoint_policies
     policy = policies.save_only_these_names(*SAVED) if remat == "attention" else policies.nothing_saveable
-    return lambda f: jax.checkpoint(f, policy=policy, prevent_cse=False)
+
+    def wrap(layer: Callable[..., Any]) -> Callable[..., Any]:
+        def placed(x: Array, state: Any, index: Any, p: Tree, policy_params: Any) -> tuple[Array, Any, Any]:
+            x, state, result = layer(constrain(mesh, x, _RESIDUAL), state, index, collect(mesh, p, axes), policy_params)
+            return constrain(mesh, x, _RESIDUAL), state, result
+
+        return placed if remat == "none" else jax.checkpoint(placed, policy=policy, prevent_cse=False)
+
+    return wrap
+
+
+@functools.cache
+def _layer_axes(config: ModelConfig) -> Tree:
+    """Logical axes of the tensors of a layer; those of the same name lie alike in all stacks of layers."""
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # names are logical: no mesh in use knows them
+        axes = decoder.logical_axes(config)
+    found: Tree = {}
+    for name in config.stacks:
+        found = merge(found, jax.tree.map(lambda a: a[1:], axes[name], is_leaf=lambda a: isinstance(a, tuple)))
+    return found
 
 
 def hidden_states(
@@ -136,6 +160,7 @@ def hidden_states(
     objective: Objective,
     remat: Remat,
     fade: Array | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[Array, Array | None]:
     """Final hidden states [B, T, E] and the decision logits [L, B, H, T] without noise (None: no decisions)."""
     hidden, _, gates = decoder.forward(
@@ -150,9 +175,10 @@ def hidden_states(
             batch.segment_ids,
             hard=objective.mask == "hard",
             decide=policy.relax if isinstance(policy, DMS) else None,
+            mesh=mesh,
         ),
         per_layer=noise,
-        wrap=_wrap(remat),
+        wrap=_wrap(config, remat, mesh),
         dtype=objective.dtype,
         fade=fade,
     )
@@ -167,6 +193,18 @@ def counted(batch: Batch, objective: Objective) -> Array:
     for eos in objective.eos_token_ids:
         mask = mask & (batch.input_ids != eos)
     return mask
+
+
+def _chunk(config: ModelConfig, rows: int, mesh: Mesh | None) -> int:
+    """Tokens per row whose logits are formed at once.
+
+    A chunk reads the head three times, so on an accelerator it must be large for products, not memory, to bound it; on
+    a CPU its logits should stay in the cache.
+    """
+    ways = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    limit = 2**23 if platform == "cpu" else 2**26
+    return losses.chunk_size(max(rows // ways, 1), config.vocab_size, limit)
 
 
 class Totals(NamedTuple):
@@ -207,6 +245,7 @@ def micro_loss(
     target: Array,
     total: Totals,
     fade: Array | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[Array, dict[str, Array]]:
     """A micro-batch's share of the loss of the global batch; shares add up to the loss, and so do their gradients.
 
@@ -222,6 +261,7 @@ def micro_loss(
         target: wished evicted fraction.
         total: sums over the global batch.
         fade: what is left of the student's borrowed channel, see :func:`kvsparse_jax.models.decoder.forward`.
+        mesh: see :func:`make_step`.
 
     Returns:
         The share, and sums over the micro-batch: distillation and budget (shares of the loss), closed (share of the
@@ -240,19 +280,22 @@ def micro_loss(
         noise=None,
         objective=objective,
         remat="none",
+        mesh=mesh,
     )
     student, gates = hidden_states(
-        model, config, policy, batch, noise=noise, objective=objective, remat=objective.remat, fade=fade
+        model, config, policy, batch, noise=noise, objective=objective, remat=objective.remat, fade=fade, mesh=mesh
     )
     train_head = bool({"embed", "head"} & set(trainable.get("model", {})))
+    head, taught_head = (collect(mesh, decoder.head_kernel(x), ("embed", "vocab")) for x in (model, taught))
     kl = losses.distillation_sum(
         student,
         teacher,
-        decoder.head_kernel(model),
-        decoder.head_kernel(taught),
+        head,
+        taught_head,
         counted(batch, objective).astype(jnp.float32) / jnp.maximum(total.tokens, jnp.float32(1.0)),
         direction=objective.direction,
         train_head=train_head,
+        chunk=_chunk(config, batch.input_ids.shape[0], mesh),
     )
     zero = jnp.zeros((), kl.dtype)
     if gates is None:  # the borrowed channel's fading stage: distillation only
@@ -302,6 +345,7 @@ def make_step(
     schedule: losses.Schedule,
     *,
     start: int = 0,
+    mesh: Mesh | None = None,
     shardings: Any = None,
 ) -> Step:
     """Builds the jitted step.
@@ -312,6 +356,8 @@ def make_step(
         optimizer: for the trainable leaves.
         schedule: of the compression ratio.
         start: optimiser step at which the schedule starts (after a fading stage).
+        mesh: devices that rows, weights and heads are divided over (:mod:`kvsparse_jax.models.sharding`); a layer's
+            weights are whole along fsdp only while it is computed. None: one device.
         shardings: of (state, metrics), each may be a prefix; None leaves them to the compiler.
 
     Returns:
@@ -360,6 +406,7 @@ def make_step(
                 target,
                 total,
                 fade,
+                mesh,
             )
 
         parts = batch.input_ids.shape[0]
@@ -370,7 +417,7 @@ def make_step(
                 mine = dataclasses.replace(policy, params=tree.get("policy"))
                 noise = noise_of(micro)
                 _, gates = hidden_states(
-                    tree["model"], config, mine, micro, noise=noise, objective=objective, remat="none"
+                    tree["model"], config, mine, micro, noise=noise, objective=objective, remat="none", mesh=mesh
                 )
                 assert gates is not None
                 decisions = losses.straight_through(

@@ -32,7 +32,7 @@ from kvsparse_jax.errors import InputError, RunError
 from kvsparse_jax.lm import LM, load
 from kvsparse_jax.models.config import ModelConfig, read_json
 from kvsparse_jax.models.families import read_config
-from kvsparse_jax.models.sharding import make_mesh
+from kvsparse_jax.models.sharding import check_heads, make_mesh
 from kvsparse_jax.policies import DMS
 from kvsparse_jax.tokenizer import Tokenizer
 from train import data, lora, losses
@@ -253,6 +253,7 @@ def train(config: RetrofitConfig, *, stop: Callable[[int], bool] | None = None) 
         )
     sources = [data.Source.parse(spec) for spec in config.data]
     mesh = make_mesh_for(config)
+    check_heads(mesh, model.kv_heads)
     tokenizer = Tokenizer.load(directory)
     if tokenizer is None:
         raise InputError(f"{directory} has no tokenizer, which the training text needs")
@@ -375,6 +376,7 @@ class _Run:
             optimizer,
             config.schedule,
             start=config.fade_steps,
+            mesh=mesh if mesh.size > 1 else None,
             shardings=(jax.tree.map(lambda a: a.sharding, self.state), everywhere),
         )
         self.healthy: Array = distributed.replicate(jnp.asarray(True), mesh)

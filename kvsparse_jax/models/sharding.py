@@ -1,10 +1,11 @@
 """Logical axis names of all arrays and the one table that maps them to the mesh."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kvsparse_jax.errors import InputError
@@ -23,6 +24,10 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "norm": None,
 }
 """Logical axis -> mesh axes over which it is divided; None is replicated."""
+
+
+WHOLE = "fsdp"
+"""Mesh axis over which weights are stored in pieces that come together before they are used."""
 
 
 def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -51,3 +56,54 @@ def sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int]) -> Na
         ways = int(np.prod([mesh.shape[n] for n in ((names,) if isinstance(names, str) else names or ())]))
         parts.append(names if size % ways == 0 else None)
     return NamedSharding(mesh, PartitionSpec(*parts))
+
+
+def constrain(mesh: Mesh | None, x: Array, axes: Sequence[str | None]) -> Array:
+    """``x``, laid out on the mesh by the logical ``axes`` of its dimensions; as it is without a mesh."""
+    return x if mesh is None else lax.with_sharding_constraint(x, sharding(mesh, axes, x.shape))
+
+
+def collect(mesh: Mesh | None, weights: Any, axes: Any) -> Any:
+    """Weights in whole along :data:`WHOLE`, as products with activations that are divided by rows need them.
+
+    Without this the compiler is free to leave the weights in pieces and to add up pieces of activations of all rows
+    on all devices, and it does.
+
+    Args:
+        mesh: None: nothing happens.
+        weights: nested dictionaries of arrays.
+        axes: dictionaries with the logical axes of these; leaves without (adapters) stay as they are.
+    """
+    if mesh is None or axes is None:
+        return weights
+    if isinstance(weights, dict):
+        return {name: collect(mesh, value, axes.get(name)) for name, value in weights.items()}
+    parts = sharding(mesh, axes, weights.shape).spec
+    whole = PartitionSpec(*(None if part == WHOLE else part for part in parts))
+    return lax.with_sharding_constraint(weights, NamedSharding(mesh, whole))
+
+
+def check_heads(mesh: Mesh, kv_heads: int) -> None:
+    """Refuses to cut a KV head in two. One head alone (latent attention) goes to every device.
+
+    Raises:
+        InputError: with both numbers.
+    """
+    ways = mesh.shape["tensor"]
+    if kv_heads > 1 and kv_heads % ways:
+        raise InputError(f"{kv_heads} KV heads cannot be divided over {ways} devices (tensor): take a divisor of them")
+
+
+def by_heads[F: Callable[..., Any]](mesh: Mesh | None, f: F, like: Sequence[Sequence[str | None] | None]) -> F:
+    """``f`` run by each device on its rows and heads alone, without collectives; as it is without a mesh.
+
+    Args:
+        mesh: devices.
+        f: arrays -> one array with the axes (batch, heads, ...).
+        like: logical axes of each argument; None: all devices have the whole of it.
+    """
+    if mesh is None:
+        return f
+    specs = tuple(PartitionSpec() if axes is None else spec(axes) for axes in like)
+    # A loop's carry starts as zeros, the same everywhere, and ends different: the check of that cannot be satisfied.
+    return jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=spec(("batch", "heads")), check_vma=False)
