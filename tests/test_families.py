@@ -19,6 +19,8 @@ from kvsparse_jax.models.sharding import make_mesh
 from serve import generate
 from train import kvzap, trainer
 from train.config import RetrofitConfig
+from train.step import Batch
+from train.warm_start import warm_start
 
 FAMILIES = ["mistral_sliding", "qwen3_moe", "phi3_partial", "gemma3_text", "deepseek_v2", "deepseek_v3"]
 GREEDY = {"temperature": 0.0, "eos": False}
@@ -253,6 +255,15 @@ def test_retrofit_evaluate_and_load_again(directories, tmp_path, name, train, ca
         asked = ["--prompt", "cache token head", "--max-new-tokens", "4", "--temperature", "0", "--raw"]
         assert generate.main(["--model", str(run.output), *asked]) == 0
         assert capsys.readouterr().out.strip()
+
+
+def test_a_warm_start_evicts_the_wished_share_where_it_may(golden_models):
+    lm = load(golden_models, "gemma3_text")
+    ids = np.asarray(rows_of(lm, (120,) * 6, 9), np.int32)
+    batch = Batch(ids, np.zeros_like(ids), np.zeros_like(ids))
+    policy = warm_start(lm, kvs.DMS.init(lm.config, window=4, shift=0), [batch], evict_fraction=0.6)
+    gates = np.asarray(kvs.decision_logits(lm.with_policy(policy), ids))
+    assert abs((gates[3] > 0).mean() - 0.6) < 0.15  # as of models without windows, see test_warm_start.py
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])

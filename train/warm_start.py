@@ -255,9 +255,10 @@ def fold(config: ModelConfig, policy: DMS, found: Fit, threshold: float, slope: 
 
 
 def _predict(lm: LM, found: Fit, ids: Array, segments: Array) -> np.ndarray:
-    """Predicted ln importance of all real tokens, flat."""
+    """Predicted ln importance of all real tokens in the layers in which a policy may evict, flat."""
     policy = fold(lm.config, DMS(None, window=2**30, scale=1.0, offset=0.0, shift=0), found, 0.0, 1.0)
     gates = full_hidden(lm.params, lm.config, policy, ids, segments)[1]
     assert gates is not None
+    gates = decoder.of_evicting(lm.config, gates)
     real = np.broadcast_to((to_host(segments) > PADDING)[None, :, None], gates.shape)
     return -to_host(gates)[real]

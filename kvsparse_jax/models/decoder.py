@@ -235,7 +235,8 @@ def _block(
     found = attention.heads(config, p, normed, angles.of(index.local_window), fade)
     inputs = LayerInput(x, normed, found.plain, positions, config.kv_heads, config.rms_eps)
     gate = policy.gate(policy_params, inputs)
-    if gate is not None and index.local_window is not None and len(config.evicting) < config.layers:
+    # (What only collects, as for a warm start, hands on something else than logits.)
+    if isinstance(gate, Array) and index.local_window is not None and len(config.evicting) < config.layers:
         gate = jnp.where(index.local_window == NEVER, gate, jnp.asarray(-jnp.inf, gate.dtype))
     layer = Layer(*index, inputs, p)
     q, k, v = (y.swapaxes(1, 2) for y in (found.q, found.k, found.v))
