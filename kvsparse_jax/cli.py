@@ -430,7 +430,8 @@ def fresh_directory(path: str | os.PathLike[str], kind: str) -> Path:
         if holds != kind:
             raise InputError(f"{path} holds a {holds}; give a {kind} a directory that is new or empty")
         return path
-    if entries := sorted(entry.name for entry in path.iterdir()):
+    # The note itself may be in the making: several processes of one run come here at once.
+    if entries := sorted(entry.name for entry in path.iterdir() if _MARKER not in entry.name):
         shown = ", ".join(entries[:3]) + (", ..." if len(entries) > 3 else "")
         raise InputError(f"{path} is not empty (it holds {shown}); give a {kind} a directory that is new or empty")
     write_json_atomically(marker, {"kind": kind})

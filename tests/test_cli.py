@@ -265,6 +265,11 @@ def test_fresh_directory_refuses_other_contents(tmp_path):
         cli.fresh_directory(tmp_path / "thesis.tex", "demo")
 
 
+def test_fresh_directory_while_another_process_makes_it(tmp_path):
+    (tmp_path / "..kvsparse.json.4711.tmp").write_text("{")
+    assert cli.fresh_directory(tmp_path, "retrofit run") == tmp_path
+
+
 def test_fresh_directory_with_a_damaged_marker(tmp_path):
     (tmp_path / ".kvsparse.json").write_text("{")
     with pytest.raises(InputError, match="unreadable"):
