@@ -57,16 +57,30 @@ def shared_golden() -> Path:
     return path
 
 
-@pytest.fixture(scope="module", autouse=True)
+def _mapped() -> int:
+    """Memory regions of this process."""
+    maps = Path("/proc/self/maps")
+    return maps.read_text().count("\n") if maps.exists() else 0
+
+
+@pytest.fixture(autouse=True)
 def _few_programs() -> Iterator[None]:
-    """Forgets the compiled programs of each test file.
+    """Forgets the compiled programs of each test file at its end, and whenever there are many.
 
     XLA:CPU maps several memory regions per program, a process may have 65,530 of them (Linux' vm.max_map_count), and
-    the compiler crashes when they run out, which happened after 340 tests in one process.
+    the compiler crashes when they run out.
     """
     yield
+    if _mapped() > 25_000:
+        _forget()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_programs_of_other_files() -> Iterator[None]:
+    yield
+    _forget()
+
+
+def _forget() -> None:
     jax.clear_caches()
     gc.collect()
-    maps = Path("/proc/self/maps")
-    if maps.exists():
-        assert maps.read_text().count("\n") < 50_000, "too many compiled programs are alive: split this test file"
