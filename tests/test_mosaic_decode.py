@@ -1,6 +1,7 @@
 """The Mosaic kernel of ragged attention in the interpreter, with races detected and NaN in all that is not in use."""
 
-import jax
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,47 +11,9 @@ from kernels.hopper import plgpu
 from kernels.partial import normalise
 from kernels.ragged_decode import mosaic
 from kernels.ragged_decode.api import ragged_attention
+from kernels.ragged_decode.problem import problem
 
 PAGE = 64
-
-
-def problem(lengths, group, dim, queries=1, codes=None, masked=False, page=PAGE, latent=False, seed=0):
-    """Arguments of ragged_attention by name, in bfloat16 (codes: 8-bit with scales); NaN wherever nothing is stored."""
-    rng = np.random.default_rng(seed)
-    lengths = np.array(lengths, np.int32)
-    batch, kv_heads = lengths.shape
-    count = -(-lengths // page)
-    pages, width = int(count.sum()) + 2, int(count.max()) + 2
-    free = rng.permutation(pages).tolist()
-    tables = rng.choice([-3, pages + 9, 0], (batch, kv_heads, width)).astype(np.int32)
-    used = np.zeros((pages, page), bool)
-    for at in np.ndindex(batch, kv_heads):
-        for n in range(count[at]):
-            tables[at][n] = free.pop()
-            used[tables[at][n]] = np.arange(page) < lengths[at] - n * page
-    k, v = rng.normal(size=(2, pages, page, dim))
-    given = {}
-    if codes is not None:
-        k, v = k * 40, v * 40
-        factors = np.where(used, rng.uniform(0.01, 0.03, (2, pages, page)), np.nan)
-        given["k_scale"], given["v_scale"] = jnp.asarray(factors, jnp.float32)
-    poison = np.where(used[..., None], 0.0, np.nan if codes is None else 120.0)
-    k, v = (jnp.asarray(x + poison, jnp.float32).astype(codes or jnp.bfloat16) for x in (k, v))
-    if codes == jnp.float8_e4m3fn:
-        k, v = (jnp.where(used[..., None], jax.lax.bitcast_convert_type(x, jnp.uint8), 0x7F) for x in (k, v))
-    if masked:
-        given["expires"] = jnp.asarray(rng.integers(0, 50, (pages, page)), jnp.int32)
-        given["q_positions"] = jnp.asarray(rng.integers(0, 50, (batch, queries)), jnp.int32)
-    q = jnp.asarray(rng.normal(size=(batch, kv_heads * group, queries, dim)), jnp.bfloat16)
-    v = v[..., :0] if latent else v
-    return {
-        "q": q,
-        "k": k.swapaxes(1, 2),
-        "v": v,
-        "tables": jnp.asarray(tables),
-        "lengths": jnp.asarray(lengths),
-        **given,
-    }
 
 
 @pytest.fixture
@@ -88,7 +51,7 @@ CODES = {"bfloat16": None, "int8": jnp.int8, "float8": jnp.float8_e4m3fn}
     ],
 )
 def test_head_dimensions_and_types(dim, codes, interpreted):
-    compare(problem(UNEVEN, 4, dim, codes=CODES[codes]), dim**-0.5)
+    compare(problem(UNEVEN, 4, dim, code=CODES[codes]), dim**-0.5)
 
 
 @pytest.mark.parametrize("group", [1, 5, 8, 9, 16])
@@ -103,12 +66,22 @@ def test_several_queries_see_what_has_not_expired(group, queries, interpreted):
 
 @pytest.mark.parametrize("codes", ["bfloat16", "int8"])
 def test_latent_entries_are_keys_and_values(codes, interpreted):
-    compare(problem([[2 * PAGE + 7]], 5, 576, 2, CODES[codes], masked=True, latent=True), 192**-0.5)
+    compare(problem([[2 * PAGE + 7]], 5, 576, 2, code=CODES[codes], masked=True, latent=True), 192**-0.5)
 
 
 @pytest.mark.parametrize("codes", ["bfloat16", "float8"])
 def test_pages_of_two_tiles(codes, interpreted):
-    compare(problem([[129, 100], [0, 64]], 2, 64, 2, CODES[codes], masked=True, page=128), 0.125)
+    compare(problem([[129, 100], [0, 64]], 2, 64, 2, code=CODES[codes], masked=True, page=128), 0.125)
+
+
+@pytest.mark.parametrize(
+    ("code", "masked", "latent"), [(None, True, False), (jnp.int8, False, False), (jnp.int8, True, True)]
+)
+def test_buffers_are_used_again(code, masked, latent, interpreted, monkeypatch):
+    """One block has all tiles, and two buffers for them."""
+    plan = mosaic.plan
+    monkeypatch.setattr(mosaic, "plan", lambda *args: dataclasses.replace(plan(*args), stages=2, per_core=1))
+    compare(problem([[4 * PAGE + 3, 1, PAGE, 3]], 2, 64, code=code, masked=masked, latent=latent), 0.125)
 
 
 def test_soft_cap(interpreted):

@@ -430,21 +430,24 @@ def _kernel(p: Plan, heads: int, kv_heads: int, blocks: int, scale: float, soft_
                 seen = plgpu.broadcasted_iota(i32, shape, 0, layout=wgmma) < room
                 plgpu.barrier_wait(smem["k_full"].at[slot])
                 keys = smem["k"].at[slot]
+                last = down(load(smem["expires"].at[slot], 1), shape) if p.masked else None
+                factor = down(load(smem["k_scale"].at[slot], 1), shape) if p.coded else None
                 if p.coded:
                     decode(keys, smem["keys"])
-                    plgpu.commit_smem()
                     keys = smem["keys"]
+                if p.masked or p.coded:
+                    # Also lets the next copy overwrite what was just read: copies go by another way to memory.
+                    plgpu.commit_smem()
                 s = multiply(keys.transpose((1, 0)), smem["q"].at[buffer].transpose((1, 0)), shape)
-                if p.coded:
-                    s = s * down(load(smem["k_scale"].at[slot], 1), shape)
+                if factor is not None:
+                    s = s * factor
                 if soft_cap is None:
                     s = s * f32(scale * _LOG2E)
                 else:
                     # cap * tanh(s / cap), exact where the approximate instruction is not.
                     grown = jnp.exp2(s * f32(2 * scale * _LOG2E / soft_cap))
                     s = f32(soft_cap * _LOG2E) - f32(2 * soft_cap * _LOG2E) / (grown + 1.0)
-                if p.masked:
-                    last = down(load(smem["expires"].at[slot], 1), shape)
+                if last is not None:
                     seen = seen & (across(load(smem["positions"].at[buffer], 0), shape) <= last)
                 if not p.latent:
                     plgpu.barrier_arrive(smem["k_free"].at[slot])
