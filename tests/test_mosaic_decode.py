@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 
+from benchmarks.gpu import problem
 from kernels.hopper import plgpu
 from kernels.partial import normalise
 from kernels.ragged_decode import mosaic
 from kernels.ragged_decode.api import ragged_attention
-from kernels.ragged_decode.problem import problem
 
 PAGE = 64
 
