@@ -84,7 +84,7 @@ def test_kernels_import_jax_only():
     assert not wrong, "\n".join(wrong)
 
 
-EXTRAS = {"kvsparse_jax/evaluate/harness.py": "harness"}
+EXTRAS = {"serve/server.py": "serve", "kvsparse_jax/evaluate/harness.py": "harness"}
 """Modules that need an extra, which is then theirs alone."""
 
 

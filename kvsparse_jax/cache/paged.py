@@ -236,10 +236,18 @@ class PagedCache(Cache):
 
         def back(name: str, axis: int) -> Array:
             at = (slice(None),) * axis + (rows,)
-            return getattr(self, name).at[at].set(getattr(part, name), mode="drop")
+            whole: Array = getattr(self, name)
+            return whole.at[at].set(getattr(part, name), mode="drop")
 
-        names = ("tables", "lengths", "ring", "flagged", "trimmed")
-        return dataclasses.replace(part, seen=back("seen", 0), **{name: back(name, 1) for name in names})
+        return dataclasses.replace(
+            part,
+            tables=back("tables", 1),
+            lengths=back("lengths", 1),
+            ring=back("ring", 1),
+            seen=back("seen", 0),
+            flagged=back("flagged", 1),
+            trimmed=back("trimmed", 1),
+        )
 
     def repack(self, rows: Array, size: Size) -> Self:
         """See :meth:`Cache.repack`. Pages come to lie in the order of the tables."""
