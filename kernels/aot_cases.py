@@ -35,6 +35,7 @@ from jax.experimental import pallas as pl
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
+from kernels.delayed_eviction import mosaic as delayed_eviction
 from kernels.hopper import SHARED_MEMORY, plgpu, tiled
 from kernels.ragged_decode import mosaic as ragged_decode
 
@@ -72,6 +73,7 @@ def cases() -> dict[str, Case]:
     """All cases, gathered from the operations. A new operation adds its line here."""
     return {
         **_toolchain(),
+        **delayed_eviction.aot_cases(),
         **ragged_decode.aot_cases(),
     }
 

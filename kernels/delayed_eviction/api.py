@@ -1,15 +1,18 @@
 """Entry point of attention under delayed eviction: checks the arguments and chooses an implementation."""
 
+from collections.abc import Callable
+from functools import partial
+
 import jax.numpy as jnp
 from jax import Array
 
-from kernels.delayed_eviction import reference, xla
+from kernels.delayed_eviction import mosaic, reference, xla
 from kernels.visibility import log_visibility
 
 SAVED = xla.SAVED
 """See :data:`kernels.delayed_eviction.xla.SAVED`."""
 
-IMPLEMENTATIONS = {"reference": reference.attention, "xla": xla.attention}
+IMPLEMENTATIONS = ("mosaic", "reference", "xla")
 
 
 def delayed_attention(
@@ -44,14 +47,15 @@ def delayed_attention(
             and give zeros. None: one segment.
         local_window: sliding window of the layer in tokens (int, int32 scalar or None).
         hard: decide by the sign of the gate instead of weighing by it.
-        implementation: "xla" or "reference"; None takes the best for this device. A named one never falls back.
+        implementation: "mosaic" (Hopper GPUs, bfloat16), "xla" or "reference"; None takes the best for this device and
+            these arguments. A named one never falls back.
 
     Returns:
         [B, Hq, T, D] in the dtype of q; rows that see no key are zero.
 
     Raises:
         ValueError: shapes or settings that do not fit.
-        NotImplementedError: unknown implementation.
+        NotImplementedError: unknown implementation, or one that cannot do this here.
     """
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or q.shape[::2] != k.shape[::2] or q.shape[3] != k.shape[3]:
         raise ValueError(f"q [B, Hq, T, D] and k, v [B, H, T, D] do not fit: {q.shape}, {k.shape}, {v.shape}")
@@ -62,11 +66,16 @@ def delayed_attention(
     expected = (k.shape[0], k.shape[1], k.shape[2])
     if gate_logits is not None and gate_logits.shape != expected:
         raise ValueError(f"gate_logits must be [B, H, T] = {expected}, not {gate_logits.shape}")
-    name = implementation or "xla"
-    if name not in IMPLEMENTATIONS:
+    if implementation not in (None, *IMPLEMENTATIONS):
         raise NotImplementedError(
-            f"no implementation {name!r} of delayed_attention; there are {sorted(IMPLEMENTATIONS)}"
+            f"no implementation {implementation!r} of delayed_attention; there are {sorted(IMPLEMENTATIONS)}"
         )
+    name = implementation or ("xla" if mosaic.unsupported(q, k) else "mosaic")
+    implementations: dict[str, Callable[..., Array]] = {
+        "mosaic": partial(mosaic.attention, hard=hard),
+        "reference": reference.attention,
+        "xla": xla.attention,
+    }
     bias = None if gate_logits is None else log_visibility(gate_logits, shift, segment_ids, hard=hard)
     local = None if local_window is None else jnp.asarray(local_window, jnp.int32)
-    return IMPLEMENTATIONS[name](q, k, v, bias, segment_ids, local, window=window, scale=scale)
+    return implementations[name](q, k, v, bias, segment_ids, local, window=window, scale=scale)

@@ -24,7 +24,9 @@ SAVED = ("delayed_attention_out", "delayed_attention_lse")
 """Checkpoint names of what the backward pass needs; a rematerialisation policy that saves them skips this attention."""
 
 
-class _Shape(NamedTuple):
+class Shape(NamedTuple):
+    """What a program is compiled for; block sizes divide the padded length."""
+
     window: int
     scale: float
     block_q: int
@@ -57,13 +59,13 @@ def attention(
         q, k, v = jnp.pad(q, grow), jnp.pad(k, grow), jnp.pad(v, grow)
         bias = None if bias is None else jnp.pad(bias, grow[:3])
         segment_ids = None if segment_ids is None else jnp.pad(segment_ids, grow[1:3], constant_values=PADDING)
-    out = _attention(_Shape(window, scale, block_q, block_k), q, k, v, bias, segment_ids, local_window)
+    out = _attention(Shape(window, scale, block_q, block_k), q, k, v, bias, segment_ids, local_window)
     return out[:, :, :length]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(
-    shape: _Shape, q: Array, k: Array, v: Array, bias: Array | None, segment_ids: Array | None, local: Array | None
+    shape: Shape, q: Array, k: Array, v: Array, bias: Array | None, segment_ids: Array | None, local: Array | None
 ) -> Array:
     return _forward(shape, q, k, v, bias, segment_ids, local)[0]
 
@@ -77,7 +79,7 @@ class _Blocks(NamedTuple):
     """Does every query see every key, beyond the window? Then the bias is added and nothing is masked."""
 
 
-def _blocks(shape: _Shape, length: int, bias: Array | None, segment_ids: Array | None, local: Array | None) -> _Blocks:
+def _blocks(shape: Shape, length: int, bias: Array | None, segment_ids: Array | None, local: Array | None) -> _Blocks:
     q_first = jnp.arange(0, length, shape.block_q)[:, None]
     k_first = jnp.arange(0, length, shape.block_k)[None, :]
     q_last, k_last = q_first + (shape.block_q - 1), k_first + (shape.block_k - 1)
@@ -111,7 +113,7 @@ def _block(x: Array, index: Array, size: int, axis: int) -> Array:
 
 
 def _mask(
-    shape: _Shape, segments: tuple[Array, Array] | None, local: Array | None, i: Array, j: Array
+    shape: Shape, segments: tuple[Array, Array] | None, local: Array | None, i: Array, j: Array
 ) -> tuple[Array, Array]:
     """Of one block pair: which entries are visible [B or 1, block_q, block_k], which lie beyond the window."""
     distance = (i * jnp.int32(shape.block_q) + jnp.arange(shape.block_q, dtype=jnp.int32))[:, None] - (
@@ -126,12 +128,12 @@ def _mask(
     return seen, (distance > jnp.int32(shape.window))[None]
 
 
-def _segments_of(shape: _Shape, ids: Array | None, i: Array, j: Array) -> tuple[Array, Array] | None:
+def _segments_of(shape: Shape, ids: Array | None, i: Array, j: Array) -> tuple[Array, Array] | None:
     return None if ids is None else (_block(ids, i, shape.block_q, 1), _block(ids, j, shape.block_k, 1))
 
 
 def _forward(
-    shape: _Shape, q: Array, k: Array, v: Array, bias: Array | None, segment_ids: Array | None, local: Array | None
+    shape: Shape, q: Array, k: Array, v: Array, bias: Array | None, segment_ids: Array | None, local: Array | None
 ) -> tuple[Array, Array]:
     """Output [B, Hq, T, D] and log-sum-exp [B, H, G, T] (+inf for rows that see nothing)."""
     batch, heads, length, dim = q.shape
@@ -195,14 +197,15 @@ def _forward(
 
 
 def _attention_fwd(
-    shape: _Shape, q: Array, k: Array, v: Array, bias: Array | None, segment_ids: Array | None, local: Array | None
+    shape: Shape, q: Array, k: Array, v: Array, bias: Array | None, segment_ids: Array | None, local: Array | None
 ) -> tuple[Array, tuple[Array | None, ...]]:
     out, lse = _forward(shape, q, k, v, bias, segment_ids, local)
     out, lse = checkpoint_name(out, SAVED[0]), checkpoint_name(lse, SAVED[1])
     return out, (q, k, v, bias, segment_ids, local, out, lse)
 
 
-def _attention_bwd(shape: _Shape, residuals: tuple[Array, ...], d_out: Array) -> tuple[Array | None, ...]:
+def backward(shape: Shape, residuals: tuple[Array, ...], d_out: Array) -> tuple[Array | None, ...]:
+    """Gradients of all six inputs, from (the inputs, output [B, Hq, T, D], log-sum-exp [B, H, G, T])."""
     # Scores are formed as [keys, queries] and dq is gathered as [D, queries], so that no product has a transposed first
     # operand, which XLA:CPU multiplies four times slower.
     q, k, v, bias, segment_ids, local, out, lse = residuals
@@ -283,4 +286,4 @@ def _attention_bwd(shape: _Shape, residuals: tuple[Array, ...], d_out: Array) ->
     return jnp.moveaxis(dq, 2, -1).reshape(q.shape).astype(q.dtype), dk, dv, d_bias, None, None
 
 
-_attention.defvjp(_attention_fwd, _attention_bwd)
+_attention.defvjp(_attention_fwd, backward)
