@@ -73,7 +73,8 @@ def _parser() -> cli.Parser:
 
     assumed = plan.Efficiency()
     how = p.add_argument_group("assumptions")
-    how.add_argument("--bandwidth-share", type=float, default=assumed.bandwidth, unit="fraction", help="attained")
+    how.add_argument("--bandwidth-share", type=float, default=assumed.bandwidth, unit="fraction", help="of weights")
+    how.add_argument("--kv-share", type=float, default=assumed.kv, unit="fraction", help="of bandwidth, of KV pages")
     how.add_argument("--flops-share", type=float, default=assumed.flops, unit="fraction", help="attained")
     how.add_argument("--overhead", type=float, default=assumed.overhead * 1e6, unit="us", help="of each layer, besides")
     how.add_argument("--collective", type=float, default=assumed.latency * 1e6, unit="us", help="to start one")
@@ -111,7 +112,12 @@ def _plan(args: argparse.Namespace, config: ModelConfig) -> plan.Plan:
     compression = plan.Compression(args.policy, args.cr, args.window, kept)
     latency = None if args.latency is None else args.latency / 1e3
     shares = plan.Efficiency(
-        args.bandwidth_share, args.flops_share, args.overhead / 1e6, args.collective / 1e6, args.reserve
+        bandwidth=args.bandwidth_share,
+        kv=args.kv_share,
+        flops=args.flops_share,
+        overhead=args.overhead / 1e6,
+        latency=args.collective / 1e6,
+        reserve=args.reserve,
     )
 
     def made(tensor: int) -> plan.Plan:

@@ -294,7 +294,7 @@ class Plan:
         return Step(
             weights=self.weights.read(batch) / bandwidth,
             products=self.weights.work(batch) / flops,
-            kv=batch * pages * read / bandwidth,
+            kv=batch * pages * read / (d.bandwidth * e.kv),
             attention=4.0 * rows * c.head_dim * entries / flops,
             links=0.0 if t == 1 else (sums + logits) / d.link + (2 * c.layers + 1) * e.latency,
             overhead=c.layers * e.overhead,

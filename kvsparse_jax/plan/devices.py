@@ -46,7 +46,8 @@ class Efficiency:
     """What a step attains of a device's published numbers, and what it costs besides: assumptions, all of them.
 
     Attributes:
-        bandwidth: share of the memory bandwidth at which weights and KV are read.
+        bandwidth: share of the memory bandwidth at which weights are read.
+        kv: the same of keys and values, which lie in pages.
         flops: share of the FLOP/s that products attain.
         overhead: seconds per layer in which neither is busy (starting kernels, small operations).
         latency: seconds until a collective has begun.
@@ -54,13 +55,14 @@ class Efficiency:
     """
 
     bandwidth: float = 0.8
+    kv: float = 0.8
     flops: float = 0.6
     overhead: float = 10e-6
     latency: float = 8e-6
     reserve: float = 0.1
 
     def __post_init__(self) -> None:
-        for name in ("bandwidth", "flops"):
+        for name in ("bandwidth", "kv", "flops"):
             value = getattr(self, name)
             if not 0 < value <= 1:
                 raise InputError(f"the share of the {name} must be above 0 and at most 1, not {value!r}")
