@@ -1,0 +1,301 @@
+"""Proof by compilation: training steps of big models for accelerators that are not there, from shapes only.
+
+    python -m benchmarks.compile_proof                    # a small model on this machine's (virtual) devices
+    python -m benchmarks.compile_proof --case '*'         # also for H100 and TPU: minutes each
+
+XLA compiles for a described GPU (``kernels/targets``; needs the packages of the extra ``aot`` on Python's path, see
+``make aot``) or TPU (needs ``libtpu``) as it does for a real one. The compiled program tells the bytes of a device and
+which collectives run, how often and how large. A case fails where
+
+* arguments and temporaries exceed the device's memory;
+* a collective gives more than the output head, the largest tensor of a model: weights come together layer by layer;
+* activations are summed over devices that divide the weights: all rows would then be computed everywhere;
+* an array has two axes as long as the sequence: attention is blockwise.
+
+It says nothing about speed.
+"""
+
+import argparse
+import fnmatch
+import importlib.util
+import math
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+
+from kvsparse_jax import cli, plan
+from kvsparse_jax.errors import InputError, RunError
+from kvsparse_jax.models import decoder
+from kvsparse_jax.models.config import ModelConfig
+from kvsparse_jax.models.sharding import make_mesh, sharding
+from kvsparse_jax.policies import DMS
+from train import trainer
+from train.config import RetrofitConfig, load_preset
+from train.step import Batch, Objective, State, make_step
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training step.
+
+    Attributes:
+        model: a name of :data:`kvsparse_jax.plan.PUBLISHED`.
+        preset: of train/presets, whose recipe it is.
+        target: "h100", "v5e", "v6e", or "cpu" for this machine's devices.
+        mesh: (data, fsdp, tensor).
+        rows, length: of a micro-batch.
+    """
+
+    model: str
+    preset: str
+    target: str
+    mesh: tuple[int, int, int]
+    rows: int
+    length: int
+
+
+CASES = {
+    "cpu": Case("SmolLM2-135M", "llama-3.2-1b", "cpu", (1, 4, 1), 4, 2048),
+    "cpu-tensor": Case("SmolLM2-135M", "llama-3.2-1b", "cpu", (1, 1, 3), 2, 2048),
+    "h100-llama-1b": Case("Llama-3.2-1B", "llama-3.2-1b", "h100", (1, 1, 1), 8, 4096),
+    "h100x8-qwen3-8b": Case("Qwen3-8B", "qwen3-8b", "h100", (1, 8, 1), 8, 32768),
+    "h100x8-r1-32b": Case("R1-distill-Qwen-32B", "qwen3-8b", "h100", (1, 8, 1), 8, 32768),
+    "v5e-8-qwen3-8b": Case("Qwen3-8B", "qwen3-8b", "v5e", (1, 8, 1), 8, 8192),
+    "v6e-8-qwen3-8b": Case("Qwen3-8B", "qwen3-8b", "v6e", (1, 8, 1), 8, 32768),
+}
+
+
+def devices(target: str, count: int) -> list[jax.Device]:
+    """Devices to compile for.
+
+    Raises:
+        RunError: what compiles for them is not installed, or there are too few.
+    """
+    if target == "cpu":
+        found = jax.devices()
+        if len(found) < count:
+            raise RunError(
+                f"needs {count} devices, there are {len(found)}: XLA_FLAGS=--xla_force_host_platform_device_count=8"
+            )
+        return found[:count]
+    if target in ("v5e", "v6e"):
+        if importlib.util.find_spec("libtpu") is None:
+            raise RunError("compiling for a TPU needs libtpu on Python's path (and TPU_SKIP_MDS_QUERY=1)")
+        return list(topologies.get_topology_desc(f"{target}:2x4", platform="tpu").devices)
+    if importlib.util.find_spec("jax_plugins") is None:
+        raise RunError("compiling for a GPU needs the packages of the extra `aot` on Python's path: see `make aot`")
+    description = (ROOT / "kernels" / "targets" / f"{target}.txtpb").read_text()
+    return list(
+        topologies.get_topology_desc(
+            topology_name=target, platform="cuda", target_config=description, topology=f"1x1x{count}"
+        ).devices
+    )
+
+
+def compiled(case: Case) -> tuple[ModelConfig, Any]:
+    """The model's shape, and the step that the trainer would run, compiled; nothing is allocated."""
+    mesh = make_mesh(*case.mesh, devices=devices(case.target, math.prod(case.mesh)))
+    config = plan.model_config(case.model)
+    settings = {**load_preset(case.preset), "output": "unused", "batch_size": case.rows, "accumulate": 1}
+    recipe = RetrofitConfig(
+        **settings | {"sequence_length": case.length, "target_cr": 2.0, "mesh_fsdp": case.mesh[1]}
+    )  # the ratio is a number at run time, and changes nothing here
+    objective = Objective(
+        eos_token_ids=(0,),
+        direction=recipe.direction,
+        budget=recipe.budget,
+        mask=recipe.mask,
+        teacher=recipe.teacher,
+        remat=recipe.remat,
+        dtype=jnp.dtype(recipe.dtype),
+    )
+    optimizer = trainer.make_optimizer(recipe)
+
+    def placed(x: Any, *parts: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec(*parts)))
+
+    def everywhere(tree: Any) -> Any:
+        return jax.tree.map(placed, tree)
+
+    model = jax.tree.map(
+        lambda axes, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(mesh, axes, x.shape)),
+        decoder.logical_axes(config),
+        decoder.abstract_params(config, jnp.dtype(recipe.dtype)),
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    policy = DMS(None, window=recipe.window, shift=recipe.shift)
+    trainable = everywhere({"policy": policy.abstract_params(config)})
+    state = State(
+        trainable, everywhere(jax.eval_shape(optimizer.init, trainable)), placed(jax.ShapeDtypeStruct((), jnp.int32))
+    )
+    step: Any = make_step(
+        config,
+        objective,
+        optimizer,
+        recipe.schedule,
+        mesh=mesh if mesh.size > 1 else None,
+        shardings=(jax.tree.map(lambda x: x.sharding, state), NamedSharding(mesh, PartitionSpec())),
+    )
+    ids = placed(jax.ShapeDtypeStruct((1, case.rows, case.length), jnp.int32), None, ("data", "fsdp"))
+    key = placed(jax.eval_shape(lambda: jax.random.key(0)))
+    healthy = placed(jax.ShapeDtypeStruct((), jnp.bool_))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return config, step.lower(state, {"model": model}, None, policy, Batch(ids, ids, ids), key, healthy).compile()
+
+
+# Reading the program
+
+_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
+_KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+_ARRAY = re.compile(r"\b(\w+)\[([\d,]*)\]")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of the program.
+
+    Attributes:
+        kind: such as "all-gather".
+        shape: of its largest array, as XLA writes it.
+        nbytes: of that.
+        times: how often a step runs it, as far as the trip counts of its loops are known.
+    """
+
+    kind: str
+    shape: str
+    nbytes: int
+    times: int
+
+
+def _arrays(text: str) -> list[tuple[str, tuple[int, ...]]]:
+    return [(kind, tuple(map(int, dims.split(",")) if dims else ())) for kind, dims in _ARRAY.findall(text)]
+
+
+def collectives(hlo: str) -> list[Collective]:
+    """All collectives of a compiled program, each with how often it runs."""
+    bodies: dict[str, list[str]] = {}
+    name = ""
+    for line in hlo.splitlines():
+        if head := re.match(r"(?:ENTRY )?%?([\w.-]+) .*\{$", line):
+            name = head[1]
+        bodies.setdefault(name, []).append(line)
+    entry = re.search(r"^ENTRY %?([\w.-]+)", hlo, re.MULTILINE)
+    times: dict[str, int] = {}
+
+    def visit(name: str, factor: int) -> None:
+        times[name] = times.get(name, 0) + factor
+        for line in bodies.get(name, ()):
+            trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+            for kind, callees in re.findall(
+                r"(body|to_apply|calls|\w+_computations?)=\{?((?:%?[\w.-]+(?:, )?)+)", line
+            ):
+                for callee in re.findall(r"%([\w.-]+)", callees):
+                    visit(callee, factor * (int(trips[1]) if trips and kind == "body" else 1))
+
+    visit(entry[1] if entry else "", 1)
+    found = []
+    for name, lines in bodies.items():
+        for line in lines:
+            match = re.search(rf"= (.*?) ({_KINDS})(?:-start)?\(", line)
+            if match and times.get(name):
+                sizes = [
+                    (math.prod(dims) * _BYTES.get(kind, 4), f"{kind}{list(dims)}") for kind, dims in _arrays(match[1])
+                ]
+                nbytes, shape = max(sizes)
+                found.append(Collective(match[2], shape, nbytes, times[name]))
+    return found
+
+
+def faults(case: Case, config: ModelConfig, hlo: str, held: int) -> list[str]:
+    """What is wrong with a compiled step that takes ``held`` bytes per device; empty where nothing is."""
+    wrong = []
+    if case.target != "cpu" and held > plan.find(case.target).memory:
+        wrong.append(f"{held / 1e9:.1f} GB do not fit {plan.find(case.target).memory / 1e9:g} GB")
+    head = config.vocab_size * config.hidden_size * 2
+    rows = case.rows // (case.mesh[0] * case.mesh[1]) * case.length
+    for one in collectives(hlo):
+        # XLA:CPU computes in float32 what is given in bfloat16.
+        if one.nbytes > max(head, rows * config.hidden_size * 2) * (2 if case.target == "cpu" else 1):
+            wrong.append(f"{one.kind} of {one.shape}: more than any tensor of the model")
+        dims = _arrays(one.shape.replace(" ", ""))[0][1]
+        if case.mesh[2] == 1 and one.kind == "all-reduce" and case.length in dims:
+            wrong.append(f"{one.kind} of {one.shape}: activations of all rows on every device")
+    widths = (config.hidden_size, config.intermediate_size, config.vocab_size)
+    for kind, dims in sorted(set(_arrays(hlo))):
+        if dims.count(case.length) > 1 and case.length not in widths:
+            wrong.append(f"an array {kind}{list(dims)}: attention is not blockwise")
+    return wrong
+
+
+def prove(case: Case) -> dict[str, Any]:
+    """Compiles a case; its figures and faults."""
+    start = time.perf_counter()
+    config, program = compiled(case)
+    memory, hlo = program.memory_analysis(), program.as_text()
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    held += memory.temp_size_in_bytes
+    totals: dict[str, dict[str, int]] = {}
+    for one in collectives(hlo):
+        kind = totals.setdefault(one.kind, {"programs": 0, "runs": 0, "bytes": 0, "largest": 0})
+        kind["programs"] += 1
+        kind["runs"] += one.times
+        kind["bytes"] += one.times * one.nbytes
+        kind["largest"] = max(kind["largest"], one.nbytes)
+    return {
+        "case": asdict(case),
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "bytes_per_device": held,
+        "collectives": totals,
+        "faults": faults(case, config, hlo, held),
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def _run(args: argparse.Namespace) -> None:
+    names = [name for name in CASES if any(fnmatch.fnmatchcase(name, p) for p in args.case.split(","))]
+    if not names:
+        raise InputError(f"no case is named {args.case}; there are {', '.join(CASES)}")
+    found = {}
+    for name in names:
+        found[name] = row = prove(CASES[name])
+        print(
+            f"{name}: arguments {row['argument_bytes'] / 1e9:.2f} GB, temporaries "
+            f"{row['temporary_bytes'] / 1e9:.2f} GB per device ({row['seconds']:.0f} s)",
+            flush=True,
+        )
+        for kind, one in row["collectives"].items():
+            print(f"    {kind}: {one['runs']} runs, {one['bytes'] / 1e9:.2f} GB, largest {one['largest'] / 1e6:.1f} MB")
+        for fault in row["faults"]:
+            print(f"    FAULT {fault}")
+    if args.json is not None:
+        print(cli.write_json_atomically(args.json, {"jax": jax.__version__, "cases": found}))
+    if wrong := [name for name, row in found.items() if row["faults"]]:
+        raise RunError(f"not as they should be: {', '.join(wrong)}")
+
+
+def _parser() -> cli.Parser:
+    parser = cli.parser("python -m benchmarks.compile_proof", (__doc__ or "").partition("XLA compiles")[0].strip())
+    parser.add_argument("--case", default="cpu", help=f"comma-separated patterns of: {', '.join(CASES)}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    return cli.run(_run, argv, parser=_parser())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""Proof by compilation: what is read from a compiled program, and that the step is divided as it should be."""
+
+import dataclasses
+
+import pytest
+
+from benchmarks import compile_proof as proof
+from benchmarks.compile_proof import CASES
+
+HLO = """
+%body (p: (s32[], bf16[8,16])) -> (s32[], bf16[8,16]) {
+  %gather = ((bf16[1,16]{1,0}), bf16[8,16]{1,0}) all-gather-start(%x), dimensions={0}
+  %done = bf16[8,16]{1,0} all-gather-done(%gather)
+}
+
+ENTRY %main (a: f32[]) -> f32[] {
+  %while.1 = (s32[], bf16[8,16]) while(%t), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"30"}}
+  %sum = f32[5]{0} all-reduce(%y), to_apply=%add
+}
+"""
+
+
+def test_collectives_are_counted_through_loops():
+    assert sorted(proof.collectives(HLO), key=lambda c: c.kind) == [
+        proof.Collective("all-gather", "bf16[8, 16]", 256, 30),
+        proof.Collective("all-reduce", "f32[5]", 20, 1),
+    ]
+
+
+@pytest.mark.parametrize("name", ["cpu", "cpu-tensor"])
+def test_step_is_divided(name):
+    found = proof.prove(CASES[name])
+    assert not found["faults"]
+    gathers = found["collectives"]["all-gather"]
+    if CASES[name].mesh[1] > 1:  # every layer's weights come together, three times: teacher, student, once more
+        assert gathers["runs"] > 3 * 30
+        assert gathers["bytes"] > 3 * 30 * 576 * 1536 * 2
+    else:
+        assert gathers["bytes"] < 1e6
+
+
+def test_a_step_left_to_the_compiler_is_found_out(monkeypatch):
+    """Without constraints XLA keeps the weights in pieces, and every device computes all rows."""
+    made = proof.make_step
+    monkeypatch.setattr(proof, "make_step", lambda *args, **settings: made(*args, **settings | {"mesh": None}))
+    assert any("all rows" in fault for fault in proof.prove(CASES["cpu"])["faults"])
+
+
+def test_memory_grows_with_the_length_not_its_square():
+    bytes_of = [
+        proof.prove(dataclasses.replace(CASES["cpu"], length=length))["temporary_bytes"] for length in (2048, 4096)
+    ]
+    assert bytes_of[1] < 2.1 * bytes_of[0]
+
+
+def test_bad_case(capsys):
+    assert proof.main(["--case", "gpu"]) == 2
+    assert "no case is named gpu" in capsys.readouterr().err
