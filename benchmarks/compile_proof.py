@@ -1,4 +1,4 @@
-"""Proof by compilation: training steps of big models for accelerators that are not there, from shapes only.
+"""Proof by compilation: steps of big models, compiled for accelerators that are not there, from shapes only.
 
     python -m benchmarks.compile_proof                    # a small model on this machine's (virtual) devices
     python -m benchmarks.compile_proof --case '*'         # also for H100 and TPU: minutes each
@@ -12,11 +12,16 @@ which collectives run, how often and how large. A case fails where
 * activations are summed over devices that divide the weights: all rows would then be computed everywhere;
 * an array has two axes as long as the sequence: attention is blockwise.
 
+A decode step instead may gather no more than the logits of its sequences, and is compared with the planner's bytes. It
+runs as the product runs it: on several devices the page pool is whole on each of them, which the report shows.
+
 It says nothing about speed.
 """
 
 import argparse
+import dataclasses
 import fnmatch
+import functools
 import importlib.util
 import math
 import re
@@ -30,14 +35,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from kvsparse_jax import cli, plan
+from kvsparse_jax.cache import paged
+from kvsparse_jax.cache.base import bucket
+from kvsparse_jax.cache.spec import CacheSpec
+from kvsparse_jax.cache.store import _shardings as shardings_of
 from kvsparse_jax.errors import InputError, RunError
+from kvsparse_jax.generation import decode as decoding
 from kvsparse_jax.models import decoder
 from kvsparse_jax.models.config import ModelConfig
 from kvsparse_jax.models.sharding import make_mesh, sharding
 from kvsparse_jax.policies import DMS
+from kvsparse_jax.sampling import sampling
 from train import trainer
 from train.config import RetrofitConfig, load_preset
 from train.step import Batch, Objective, State, make_step
@@ -47,18 +58,18 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Case:
-    """A training step.
+    """A step.
 
     Attributes:
         model: a name of :data:`kvsparse_jax.plan.PUBLISHED`.
-        preset: of train/presets, whose recipe it is.
+        preset: of train/presets, whose recipe is trained; None: a decode step under DMS at CR 8, window 512.
         target: "h100", "v5e", "v6e", or "cpu" for this machine's devices.
         mesh: (data, fsdp, tensor).
-        rows, length: of a micro-batch.
+        rows, length: of a micro-batch; sequences and context of the decode step.
     """
 
     model: str
-    preset: str
+    preset: str | None
     target: str
     mesh: tuple[int, int, int]
     rows: int
@@ -73,6 +84,14 @@ CASES = {
     "h100x8-r1-32b": Case("R1-distill-Qwen-32B", "qwen3-8b", "h100", (1, 8, 1), 8, 32768),
     "v5e-8-qwen3-8b": Case("Qwen3-8B", "qwen3-8b", "v5e", (1, 8, 1), 8, 8192),
     "v6e-8-qwen3-8b": Case("Qwen3-8B", "qwen3-8b", "v6e", (1, 8, 1), 8, 32768),
+    "cpu-decode": Case("SmolLM2-135M", None, "cpu", (1, 1, 1), 4, 2048),
+    "cpu-decode-tensor": Case("SmolLM2-135M", None, "cpu", (1, 1, 3), 4, 2048),
+    "h100-decode-llama-1b": Case("Llama-3.2-1B", None, "h100", (1, 1, 1), 256, 32768),
+    "h100-decode-qwen3-8b": Case("Qwen3-8B", None, "h100", (1, 1, 1), 80, 32768),
+    "h100x8-decode-qwen3-8b": Case("Qwen3-8B", None, "h100", (1, 1, 8), 64, 32768),
+    "h100x8-decode-r1-32b": Case("R1-distill-Qwen-32B", None, "h100", (1, 1, 8), 48, 32768),
+    "v5e-8-decode-qwen3-8b": Case("Qwen3-8B", None, "v5e", (1, 1, 8), 8, 32768),
+    "v6e-8-decode-qwen3-8b": Case("Qwen3-8B", None, "v6e", (1, 1, 8), 16, 32768),
 }
 
 
@@ -103,14 +122,37 @@ def devices(target: str, count: int) -> list[jax.Device]:
     )
 
 
+def _placed(mesh: Mesh, x: Any, *parts: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec(*parts)))
+
+
+def _params(mesh: Mesh, config: ModelConfig, dtype: Any) -> Any:
+    return jax.tree.map(
+        lambda axes, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(mesh, axes, x.shape)),
+        decoder.logical_axes(config),
+        decoder.abstract_params(config, jnp.dtype(dtype)),
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+
 def compiled(case: Case) -> tuple[ModelConfig, Any]:
-    """The model's shape, and the step that the trainer would run, compiled; nothing is allocated."""
+    """The model's shape, and the step that the trainer or a session would run, compiled; nothing is allocated."""
     mesh = make_mesh(*case.mesh, devices=devices(case.target, math.prod(case.mesh)))
     config = plan.model_config(case.model)
+    lower = _decode if case.preset is None else _training
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # names of axes are logical until they are mapped
+        step, arguments = lower(case, config, mesh)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return config, step.lower(*arguments).compile()
+
+
+def _training(case: Case, config: ModelConfig, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
+    """The jitted training step and the shapes of its arguments."""
+    assert case.preset is not None
     settings = {**load_preset(case.preset), "output": "unused", "batch_size": case.rows, "accumulate": 1}
-    recipe = RetrofitConfig(
-        **settings | {"sequence_length": case.length, "target_cr": 2.0, "mesh_fsdp": case.mesh[1]}
-    )  # the ratio is a number at run time, and changes nothing here
+    # The ratio is a number at run time, and changes nothing here.
+    settings |= {"sequence_length": case.length, "target_cr": 2.0, "mesh_fsdp": case.mesh[1]}
+    recipe = RetrofitConfig(**settings)
     objective = Objective(
         eos_token_ids=(0,),
         direction=recipe.direction,
@@ -121,25 +163,12 @@ def compiled(case: Case) -> tuple[ModelConfig, Any]:
         dtype=jnp.dtype(recipe.dtype),
     )
     optimizer = trainer.make_optimizer(recipe)
-
-    def placed(x: Any, *parts: Any) -> Any:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec(*parts)))
-
-    def everywhere(tree: Any) -> Any:
-        return jax.tree.map(placed, tree)
-
-    model = jax.tree.map(
-        lambda axes, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(mesh, axes, x.shape)),
-        decoder.logical_axes(config),
-        decoder.abstract_params(config, jnp.dtype(recipe.dtype)),
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
+    place = functools.partial(_placed, mesh)
     policy = DMS(None, window=recipe.window, shift=recipe.shift)
-    trainable = everywhere({"policy": policy.abstract_params(config)})
-    state = State(
-        trainable, everywhere(jax.eval_shape(optimizer.init, trainable)), placed(jax.ShapeDtypeStruct((), jnp.int32))
-    )
-    step: Any = make_step(
+    trainable = jax.tree.map(place, {"policy": policy.abstract_params(config)})
+    moments = jax.tree.map(place, jax.eval_shape(optimizer.init, trainable))
+    state = State(trainable, moments, place(jax.ShapeDtypeStruct((), jnp.int32)))
+    step = make_step(
         config,
         objective,
         optimizer,
@@ -147,11 +176,34 @@ def compiled(case: Case) -> tuple[ModelConfig, Any]:
         mesh=mesh if mesh.size > 1 else None,
         shardings=(jax.tree.map(lambda x: x.sharding, state), NamedSharding(mesh, PartitionSpec())),
     )
-    ids = placed(jax.ShapeDtypeStruct((1, case.rows, case.length), jnp.int32), None, ("data", "fsdp"))
-    key = placed(jax.eval_shape(lambda: jax.random.key(0)))
-    healthy = placed(jax.ShapeDtypeStruct((), jnp.bool_))
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return config, step.lower(state, {"model": model}, None, policy, Batch(ids, ids, ids), key, healthy).compile()
+    ids = place(jax.ShapeDtypeStruct((1, case.rows, case.length), jnp.int32), None, ("data", "fsdp"))
+    key = place(jax.eval_shape(lambda: jax.random.key(0)))
+    healthy = place(jax.ShapeDtypeStruct((), jnp.bool_))
+    model = _params(mesh, config, recipe.dtype)
+    return step, (state, {"model": model}, None, policy, Batch(ids, ids, ids), key, healthy)
+
+
+def _planned(case: Case, config: ModelConfig) -> plan.Plan:
+    device = plan.find("H100" if case.target == "cpu" else case.target)
+    return plan.Plan(config, device, plan.Workload(case.length), plan.Compression("dms", 8.0, 512))
+
+
+def _decode(case: Case, config: ModelConfig, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
+    """The decode loop on pages as the planner counts them, placed as a session places them."""
+    place = functools.partial(_placed, mesh)
+    policy = DMS(None, window=512)
+    policy = dataclasses.replace(policy, params=jax.tree.map(place, policy.abstract_params(config)))
+    pages = math.ceil(case.rows * _planned(case, config).pages())
+    spec = dataclasses.replace(CacheSpec.of(config, policy, jnp.bfloat16), max_positions=case.length)
+    cache = jax.eval_shape(lambda: paged.init(spec, case.rows, pages=pages, width=bucket(case.length // 64)))
+    where = shardings_of(cache, NamedSharding(mesh, PartitionSpec()))
+    cache = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), cache, where)
+    row = place(jax.ShapeDtypeStruct((case.rows,), jnp.int32))
+    stops = jnp.full((case.rows, 4), -1, jnp.int32)
+    sampler = jax.eval_shape(lambda: decoding.Sampler(sampling(case.rows, temperature=0.6), stops))
+    model = decoding.Model(_params(mesh, config, jnp.bfloat16), policy, config, mesh if mesh.size > 1 else None)
+    steps = place(jax.ShapeDtypeStruct((), jnp.int32))
+    return decoding.decode, (model, jax.tree.map(place, sampler), decoding.State(cache, row, row, None), steps)
 
 
 # Reading the program
@@ -222,6 +274,11 @@ def faults(case: Case, config: ModelConfig, hlo: str, held: int) -> list[str]:
     wrong = []
     if case.target != "cpu" and held > plan.find(case.target).memory:
         wrong.append(f"{held / 1e9:.1f} GB do not fit {plan.find(case.target).memory / 1e9:g} GB")
+    if case.preset is None:
+        logits = case.rows * config.vocab_size * 4
+        return wrong + [
+            f"{one.kind} of {one.shape}: more than the logits" for one in collectives(hlo) if one.nbytes > logits
+        ]
     head = config.vocab_size * config.hidden_size * 2
     rows = case.rows // (case.mesh[0] * case.mesh[1]) * case.length
     for one in collectives(hlo):
@@ -252,8 +309,12 @@ def prove(case: Case) -> dict[str, Any]:
         kind["runs"] += one.times
         kind["bytes"] += one.times * one.nbytes
         kind["largest"] = max(kind["largest"], one.nbytes)
+    planned = None
+    if case.preset is None and case.mesh == (1, 1, 1):
+        planned = _planned(case, config).memory(case.rows)
     return {
         "case": asdict(case),
+        "planned_bytes": planned,
         "argument_bytes": memory.argument_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
         "bytes_per_device": held,
@@ -275,6 +336,8 @@ def _run(args: argparse.Namespace) -> None:
             f"{row['temporary_bytes'] / 1e9:.2f} GB per device ({row['seconds']:.0f} s)",
             flush=True,
         )
+        if row["planned_bytes"]:
+            print(f"    the planner counts {row['planned_bytes'] / 1e9:.2f} GB")
         for kind, one in row["collectives"].items():
             print(f"    {kind}: {one['runs']} runs, {one['bytes'] / 1e9:.2f} GB, largest {one['largest'] / 1e6:.1f} MB")
         for fault in row["faults"]:

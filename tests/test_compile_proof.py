@@ -53,6 +53,18 @@ def test_memory_grows_with_the_length_not_its_square():
     assert bytes_of[1] < 2.1 * bytes_of[0]
 
 
+def test_decode_step_takes_what_the_planner_counts():
+    found = proof.prove(CASES["cpu-decode"])
+    assert not found["faults"] and not found["collectives"]
+    # Weights, pages and tables; XLA:CPU's temporaries are float32 copies of weights, which no accelerator makes.
+    assert found["argument_bytes"] == pytest.approx(found["planned_bytes"], rel=0.03)
+
+
+def test_decode_on_a_mesh_gathers_no_cache():
+    found = proof.prove(CASES["cpu-decode-tensor"])
+    assert not found["faults"] and found["collectives"]
+
+
 def test_bad_case(capsys):
     assert proof.main(["--case", "gpu"]) == 2
     assert "no case is named gpu" in capsys.readouterr().err
