@@ -20,6 +20,10 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
     # Nearly all time goes into compiling programs for tiny models: LLVM's optimisations are 40 % of it.
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+# Many tests, and the commands that they start, compile the same programs. A second run takes a quarter of the time.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "programs"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(ROOT / ".pytest_cache" / "hypothesis"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a hub
 os.environ.setdefault("MPLBACKEND", "agg")
