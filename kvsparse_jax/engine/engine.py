@@ -269,13 +269,14 @@ class Engine:
         if scores is not None:
             one.scored += [_logprob(scores, i, asked) for i in range(count)]
         one.fed += count
+        self._lengths()
+        one.kv_peak = max(one.kv_peak, float(one.lengths.mean()))  # decoding never shrinks a head, so this is all
         if not one.prefilling:
             if hold is not None:
                 self._run(self.runner.sweep, one.row)
-            self._lengths()
+                self._lengths()
             self.scheduler.measure(one)
             self._prefilled(one, out)
-        self._lengths()
 
     def _prefilled(self, one: Running, out: list[Piece]) -> None:
         """Starts the other choices of the request, hands out the prompt's scores, and ends what generates nothing."""
@@ -284,7 +285,7 @@ class Engine:
             self._lengths()
             parcel = self._run(self.runner.save, one.row) if one.fed else None
             for other in others:
-                other.parcel, other.fed, other.lengths = parcel, one.fed, one.lengths
+                other.parcel, other.fed, other.lengths, other.kv_peak = parcel, one.fed, one.lengths, one.kv_peak
                 self.scheduler.queue(other)
         if one.request.prompt_logprobs is not None and not one.announced and one.index == 0:
             out.append(Piece(one.number, one.index, prompt_logprobs=tuple(one.scored)))
@@ -307,13 +308,14 @@ class Engine:
                 present[one.row, one.tokens] = True
         score = any(one.request.sampling.logprobs is not None for one in rows)
         began = time.perf_counter()
-        emitted, scores = self._run(self.runner.decode, self._sampling(), token, left, present, steps, score)
+        emitted, read, scores = self._run(self.runner.decode, self._sampling(), token, left, present, steps, score)
         now = self.clock()
         self._lengths()
         taken = int((emitted != NOTHING).any(0).sum())
         self.metrics.decode_steps += taken
         each = (time.perf_counter() - began) / max(taken, 1)
         for one in rows:
+            one.kv_read += float(read[one.row])
             self._emitted(one, emitted[one.row], scores, now, each, out)
 
     def _emitted(
@@ -329,7 +331,6 @@ class Engine:
             if token == NOTHING or answer.reason is not None:
                 break
             one.fed += 1
-            one.kv_read += float(one.lengths.mean())
             if token == STOPPED:
                 text += answer.end("stop")
                 break
@@ -381,6 +382,7 @@ class Engine:
             prompt_tokens=len(one.tokens) - len(one.answer.tokens),
             completion_tokens=len(one.answer.tokens),
             kv_tokens=held,
+            kv_peak=max(one.kv_peak, held),
             kv_read=one.kv_read,
             cr=one.fed / held if held else 1.0,
             pages=self.scheduler.held(one),

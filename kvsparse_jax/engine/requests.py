@@ -124,6 +124,7 @@ class Usage:
     Attributes:
         prompt_tokens, completion_tokens: tokens.
         kv_tokens: entries that it held at the end, on average over layers and heads.
+        kv_peak: most that it held at the end of a step.
         kv_read: sum over the decode steps of the entries held, on average over layers and heads.
         cr: tokens seen per entry held.
         pages: pages that it held at the end.
@@ -132,6 +133,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     kv_tokens: float
+    kv_peak: float
     kv_read: float
     cr: float
     pages: int

@@ -24,6 +24,7 @@ from kvsparse_jax.engine.requests import MOST_LOGPROBS, EngineOptions, table_wid
 from kvsparse_jax.errors import InputError, RunError
 from kvsparse_jax.generation.decode import NOTHING, STOPPED, Model, Sampler, _forward, with_head
 from kvsparse_jax.models import decoder
+from kvsparse_jax.policies import Policy
 from kvsparse_jax.sampling import choose
 
 PIECE = 64
@@ -97,11 +98,12 @@ def _decode(
     *,
     burst: int,
     score: bool,
-) -> tuple[PagedCache, Counts, Array, Scores | None]:
+) -> tuple[PagedCache, Counts, Array, Array, Scores | None]:
     """Feeds the pending tokens [B] of rows with some ``left`` [B], and draws the next, ``steps`` times at most.
 
     Returns:
-        The cache, its counts, what was emitted [B, burst] (a token, STOPPED or NOTHING), and scores of it.
+        The cache, its counts, what was emitted [B, burst] (a token, STOPPED or NOTHING), the entries that each row's
+        steps have read [B] float32 (summed over the steps, averaged over layers and heads), and scores of it.
     """
     batch = token.shape[0]
     row = jnp.arange(batch, dtype=jnp.int32)
@@ -113,10 +115,10 @@ def _decode(
             jnp.zeros((batch, burst, k), jnp.int32),
             jnp.zeros((batch, burst, k), jnp.float32),
         )
-    Carry = tuple[Array, Array, PagedCache, Array, Array, Array | None, Scores | None]
+    Carry = tuple[Array, Array, Array, PagedCache, Array, Array, Array | None, Scores | None]
 
     def body(carry: Carry) -> Carry:
-        i, emitted, cache, token, left, present, scores = carry
+        i, emitted, read, cache, token, left, present, scores = carry
         active = left > 0
         hidden, after = _forward(model, cache, token[:, None], active[:, None])
         assert isinstance(after, PagedCache)
@@ -126,6 +128,7 @@ def _decode(
         goes_on = active & ~stopped
         new = jnp.where(active, jnp.where(stopped, jnp.int32(STOPPED), drawn), jnp.int32(NOTHING))
         emitted = lax.dynamic_update_slice(emitted, new[:, None], (jnp.zeros_like(i), i))
+        read = read + jnp.where(active, jnp.mean(after.lengths.astype(jnp.float32), (0, 2)), jnp.float32(0))
         if scores is not None:
             new_scores = _scores(logits, drawn)
             pairs = zip(scores, new_scores, strict=True)
@@ -133,15 +136,15 @@ def _decode(
         if present is not None:
             present = present.at[row, jnp.where(goes_on, drawn, present.shape[1])].set(True, mode="drop")
         left = jnp.where(goes_on, left - 1, 0)
-        return i + 1, emitted, after, jnp.where(goes_on, drawn, token), left, present, scores
+        return i + 1, emitted, read, after, jnp.where(goes_on, drawn, token), left, present, scores
 
     def go_on(carry: Carry) -> Array:
-        return (carry[0] < jnp.minimum(steps, burst)) & jnp.any(carry[4] > 0)
+        return (carry[0] < jnp.minimum(steps, burst)) & jnp.any(carry[5] > 0)
 
     emitted = jnp.full((batch, burst), NOTHING, jnp.int32)
-    start = (jnp.zeros((), jnp.int32), emitted, cache, token, left, present, scores)
-    _, emitted, cache, _, _, _, scores = lax.while_loop(go_on, body, start)
-    return cache, _counts(cache), emitted, scores
+    start = (jnp.zeros((), jnp.int32), emitted, jnp.zeros(batch, jnp.float32), cache, token, left, present, scores)
+    _, emitted, read, cache, _, _, _, scores = lax.while_loop(go_on, body, start)
+    return cache, _counts(cache), emitted, read, scores
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
@@ -223,6 +226,15 @@ class Parcel:
     nbytes: int
 
 
+def check_policy(policy: Policy) -> None:
+    """Raises InputError for a policy that an engine cannot serve."""
+    if policy.selects or policy.prepares:
+        raise InputError(
+            f"the engine cuts prompts as the load has it, and what {type(policy).__name__} keeps depends on how a "
+            "prompt is cut; it serves Dense, DMS, KVzap and StreamingLLM"
+        )
+
+
 class Runner:
     """The cache, and the programs on it. Not thread-safe.
 
@@ -234,14 +246,9 @@ class Runner:
 
     def __init__(self, model: Model, options: EngineOptions):
         """Raises InputError for a policy or a pool that it cannot serve."""
-        policy = model.policy
-        if policy.selects or policy.prepares:
-            raise InputError(
-                f"the engine cuts prompts as the load has it, and what {type(policy).__name__} keeps depends on how a "
-                "prompt is cut; it serves Dense, DMS, KVzap and StreamingLLM"
-            )
+        check_policy(model.policy)
         self.model, self.options = with_head(model), options
-        self.spec = CacheSpec.of(model.config, policy, model.dtype)
+        self.spec = CacheSpec.of(model.config, model.policy, model.dtype)
         context = model.config.max_positions
         self.max_tokens = min(context, options.max_tokens or context)
         width = table_width(self.max_tokens, options.page_size)
@@ -310,9 +317,9 @@ class Runner:
 
     def decode(
         self, sampler: Sampler, token: np.ndarray, left: np.ndarray, present: np.ndarray | None, steps: int, score: bool
-    ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray] | None]:
+    ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray] | None]:
         """Takes decode steps; see :func:`_decode`."""
-        self.cache, counts, emitted, scores = _decode(
+        self.cache, counts, emitted, read, scores = _decode(
             self.model,
             sampler,
             self.cache,
@@ -325,9 +332,9 @@ class Runner:
         )
         self._took(counts)
         if scores is None:
-            return np.asarray(emitted), None
+            return np.asarray(emitted), np.asarray(read), None
         value, ids, top = (np.asarray(x) for x in scores)
-        return np.asarray(emitted), (value, ids, top)
+        return np.asarray(emitted), np.asarray(read), (value, ids, top)
 
     def release(self, rows: list[int]) -> None:
         """Empties rows."""
@@ -376,4 +383,4 @@ def programs() -> int:
     return sum(one._cache_size() for one in jitted)
 
 
-__all__ = ["NOTHING", "STOPPED", "Parcel", "Runner", "programs"]
+__all__ = ["NOTHING", "STOPPED", "Parcel", "Runner", "check_policy", "programs"]

@@ -49,6 +49,7 @@ class Running:
     announced: bool = False  # its prompt is in, and whoever depends on that knows
     scored: list[Any] = field(default_factory=list)
     kv_read: float = 0.0
+    kv_peak: float = 0.0
     started: float | None = None  # time of its first token
 
     @property
