@@ -41,7 +41,7 @@ from kvsparse_jax import cli, plan
 from kvsparse_jax.cache import paged
 from kvsparse_jax.cache.base import bucket
 from kvsparse_jax.cache.spec import CacheSpec
-from kvsparse_jax.cache.store import _shardings as shardings_of
+from kvsparse_jax.cache.store import shardings
 from kvsparse_jax.errors import InputError, RunError
 from kvsparse_jax.generation import decode as decoding
 from kvsparse_jax.models import decoder
@@ -195,8 +195,10 @@ def _decode(case: Case, config: ModelConfig, mesh: Mesh) -> tuple[Any, tuple[Any
     policy = dataclasses.replace(policy, params=jax.tree.map(place, policy.abstract_params(config)))
     pages = math.ceil(case.rows * _planned(case, config).pages())
     spec = dataclasses.replace(CacheSpec.of(config, policy, jnp.bfloat16), max_positions=case.length)
-    cache = jax.eval_shape(lambda: paged.init(spec, case.rows, pages=pages, width=bucket(case.length // 64)))
-    where = shardings_of(cache, NamedSharding(mesh, PartitionSpec()))
+    pages = -(-pages // mesh.size) * mesh.size
+    shape: dict[str, Any] = dict(pages=pages, width=bucket(case.length // 64), mesh=mesh)
+    cache = jax.eval_shape(lambda: paged.init(spec, case.rows, **shape))
+    where = shardings(cache, NamedSharding(mesh, PartitionSpec()))
     cache = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), cache, where)
     row = place(jax.ShapeDtypeStruct((case.rows,), jnp.int32))
     stops = jnp.full((case.rows, 4), -1, jnp.int32)

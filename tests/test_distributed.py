@@ -1,5 +1,7 @@
 """Several processes: real ones, joined by JAX's runtime over gloo, against one process of as many devices."""
 
+import dataclasses
+import functools
 import json
 import os
 import signal
@@ -10,11 +12,20 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvsparse_jax as kvs
+from benchmarks.compile_proof import collectives
 from kvsparse_jax import distributed
+from kvsparse_jax.cache.store import CacheOptions
+from kvsparse_jax.engine import Engine, EngineOptions, Request, SamplingOptions
 from kvsparse_jax.errors import InputError
+from kvsparse_jax.generation import decode as decoding
+from kvsparse_jax.models.sharding import make_mesh
+from kvsparse_jax.policies import DMS, H2O, StreamingLLM
+from kvsparse_jax.sampling import sampling
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -151,3 +162,107 @@ def test_which_rows_a_process_feeds(monkeypatch, shape, found):
     for process, wanted in enumerate(found):
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
         assert distributed.rows_of_process(fake, ("data", "fsdp")) == wanted
+
+
+# Decoding on a mesh, in this process
+
+
+@functools.cache
+def of_mesh(directory, tensor):
+    """A model of 4 KV heads under DMS with random decisions, over ``tensor`` devices."""
+    lm = kvs.load(directory, dtype="float32", mesh=make_mesh(tensor=tensor))
+    rng = np.random.default_rng(0)
+    shapes = DMS(None, window=6).abstract_params(lm.config)
+    params = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), shapes)
+    return lm.with_policy(DMS(params, window=6, scale=1.0, offset=0.0))
+
+
+def answer(lm, **more):
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(3, lm.config.vocab_size, n).tolist() for n in (20, 3, 9)]
+    options = GREEDY | {"page_size": 4} | more
+    session = lm.session(len(prompts), **{name: options.pop(name) for name in list(options) if name in CACHE})
+    session.append(prompts)
+    session.generate(12, **options)
+    return session.tokens, session
+
+
+GREEDY = {"temperature": 0.0, "eos": False}
+CACHE = {field.name for field in dataclasses.fields(CacheOptions)}
+
+
+@pytest.mark.parametrize(("tensor", "more"), [(2, {}), (4, {}), (4, {"cache": "dense"})])
+def test_tokens_do_not_depend_on_the_devices(golden_models, tensor, more):
+    directory = golden_models / "llama_rope_yarn"
+    want, one = answer(of_mesh(directory, 1), **more)
+    got, session = answer(of_mesh(directory, tensor), **more)
+    assert got == want
+    assert session.fork(2).generate(3, **GREEDY).tokens == one.fork(2).generate(3, **GREEDY).tokens
+    cache, alone = session._store().cache, one._store().cache
+    # All arrays but the sequences' lengths are divided; what differs more is that pages come in buckets per device.
+    own = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(cache))
+    assert own <= sum(x.nbytes for x in jax.tree.leaves(alone)) / tensor * 1.5 + 64
+    assert {x.sharding.shard_shape(x.shape)[0] * tensor for x in cache.pool} <= {cache.pages}
+
+
+def test_policies_that_select_and_a_pool_that_is_full(golden_models):
+    """What runs on each device beside attention: selection, trimming, sweeping."""
+    directory = golden_models / "llama_rope_yarn"
+    for policy, more in (
+        (H2O(budget=8), {}),
+        (None, {"when_full": "evict", "capacity": 24, "kv_dtype": "int8"}),
+    ):
+        lms = [of_mesh(directory, n) for n in (1, 2)]
+        want, got = (answer(lm if policy is None else lm.with_policy(policy), **more)[0] for lm in lms)
+        assert got == want, policy
+
+
+def test_latent_attention_divides_the_queries(golden_models):
+    """The one KV head is on every device, and so is its pool."""
+    directory = golden_models / "deepseek_v2"
+    want, got = (
+        answer(kvs.load(directory, dtype="float32", mesh=mesh).with_policy(StreamingLLM(8, sinks=2)))
+        for mesh in (None, make_mesh(tensor=2))
+    )
+    assert got[0] == want[0]
+    assert all(x.sharding.is_fully_replicated for x in got[1]._store().cache.pool)
+
+
+def test_decode_step_moves_no_cache_between_devices(golden_models):
+    lm = of_mesh(golden_models / "llama_rope_yarn", 4)
+    session = answer(lm)[1]
+    model, cache = session.model, session._store().cache
+    token = jnp.ones(3, jnp.int32)
+    sampler = decoding.Sampler(sampling(3, temperature=0.0), jnp.full((3, 1), -1, jnp.int32))
+    state = decoding.State(cache, token, token, None)
+    hlo = decoding.decode.lower(model, sampler, state, jnp.int32(1)).compile().as_text()
+    moved = {one.shape for one in collectives(hlo)}
+    arrays = (*cache.pool, cache.free, cache.tables, cache.ring)
+    names = {"float32": "f32", "int32": "s32"}
+    shapes = [(names[x.dtype.name], shape) for x in arrays for shape in (x.shape, x.sharding.shard_shape(x.shape))]
+    assert moved and not moved & {f"{name}{list(shape)}" for name, shape in shapes}
+    assert max(one.nbytes for one in collectives(hlo)) <= 3 * lm.config.vocab_size * 4
+
+
+def test_engine_on_a_mesh(golden_models):
+    """Preempted, brought back from host memory, forked: as on one device, and no page is lost on any."""
+    told = []
+    for tensor in (1, 2):
+        lm = of_mesh(golden_models / "llama_rope_yarn", tensor)
+        page = 4 * (2 * lm.config.head_dim * 4 + 4) * lm.config.layers * lm.config.kv_heads
+        sizes = dict(slots=3, page_size=4, prefill_chunk=16, burst=4, max_tokens=64, pool_bytes=page * 14)
+        engine = Engine(lm._model, lm.tokenizer, EngineOptions(**sizes))
+        rng = np.random.default_rng(2)
+        for n in (30, 11, 24, 5):
+            prompt = rng.integers(3, lm.config.vocab_size, n).tolist()
+            engine.submit(
+                Request(prompt, 16, n=2 if n == 11 else 1, sampling=SamplingOptions(temperature=0.0, eos=False))
+            )
+        tokens = {}
+        while engine.busy:
+            for piece in engine.step():
+                tokens.setdefault((piece.request, piece.index), []).extend(piece.tokens)
+            engine.runner.check()
+        assert engine.metrics.preemptions and engine.runner.free == engine.runner.pages
+        told.append(tokens)
+    assert told[0] == told[1]

@@ -2,16 +2,19 @@
 
 import abc
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import Mesh, PartitionSpec
 
 from kernels.visibility import PADDING, decisions_by_key
 from kernels.visibility import expires as last_query
+from kvsparse_jax.models.sharding import KV_AXIS
 
 Size = tuple[int, ...]
 """Capacity of a cache: (pages, entries of a page table), or (slots,) for a dense one."""
@@ -44,13 +47,18 @@ class Cache(abc.ABC):
     A forward pass asks for :meth:`positions`, calls :meth:`attend` once per layer and then :meth:`advance`. All but
     ``size_for`` and ``shortage`` may be called inside jit.
 
+    On a mesh the KV heads are divided over its tensor axis, and all that is theirs with them: every shard is a cache of
+    its own, and what is done with it is done by each device alone (:func:`by_shard`). Where the axis does not divide
+    the heads there is one shard, which all devices hold and treat alike.
+
     Attributes:
         k, v: keys (after RoPE) and values; the layout is each cache's own.
         seen: [B] int32, tokens seen = position of the next token.
         flagged: [L, B, H] int32, decisions to evict so far.
         trimmed: [L, B, H] int32, entries given up to make room (capacity outcome "evict").
-        lost: int32 scalar, entries that found no room (0, or the results are not to be trusted).
+        lost: int32 scalar, entries that found no room (0, or the results are not to be trusted); on a mesh [shards].
         window, shift, recent, local_windows: static, as in :class:`kvsparse_jax.cache.spec.CacheSpec`.
+        mesh: static, the devices; None: one.
     """
 
     k: Array
@@ -63,11 +71,28 @@ class Cache(abc.ABC):
     shift: int
     recent: int | None
     local_windows: tuple[int | None, ...]
+    mesh: Mesh | None
 
     @property
     def local(self) -> bool:
         """Some layer has a sliding window of its own."""
         return any(window is not None for window in self.local_windows)
+
+    # On a mesh
+
+    @property
+    def shards(self) -> int:
+        """Equal parts that the KV heads are divided into."""
+        return shards(self.mesh, self.flagged.shape[2])
+
+    def along(self, axis: int) -> PartitionSpec:
+        """How an array is divided whose ``axis`` counts KV heads, or what is theirs."""
+        return PartitionSpec(*[None] * axis, KV_AXIS) if self.shards > 1 else PartitionSpec()
+
+    def specs(self) -> Self:
+        """How each array is divided, in place of the arrays."""
+        found = jax.tree.map(lambda _: PartitionSpec(), self)
+        return dataclasses.replace(found, **{name: self.along(axis) for name, axis in self.head_axes.items()})
 
     # Storing and attending
 
@@ -172,9 +197,14 @@ class Cache(abc.ABC):
         """Pages that each head holds, [L, B, H] int32; zeros where there are no pages."""
 
     @property
+    @abc.abstractmethod
     def head_axes(self) -> dict[str, int]:
-        """Which axis of which array counts KV heads, for the arrays that a mesh divides by them."""
-        return {}
+        """Which axis of which array counts KV heads, or what is theirs: those that are divided with the heads."""
+
+    @property
+    def counters(self) -> tuple[str, ...]:
+        """Scalars of a shard: on a mesh their arrays have one element for each."""
+        return ("lost",)
 
     @property
     def pages(self) -> int:
@@ -247,8 +277,75 @@ def held_until(expires: Array, positions: Array, seen: Array, hold: Array, local
     return jnp.minimum(lifted, last_query(positions, jnp.zeros(positions.shape, bool), 0, local_window))
 
 
+def shards(mesh: Mesh | None, kv_heads: int) -> int:
+    """Equal parts that KV heads are divided into on a mesh; 1 where its tensor axis does not divide them."""
+    ways = 1 if mesh is None else mesh.shape[KV_AXIS]
+    return 1 if kv_heads % ways else ways
+
+
+def by_shard[C: Cache](f: Callable[..., Any], cache: C, args: tuple[Any, ...], specs: tuple[Any, ...], out: Any) -> Any:
+    """``f(cache, *args)`` run by each device on its shard alone, without collectives; as it is without a mesh.
+
+    Args:
+        f: what it is given, and gives back, is a cache without a mesh.
+        cache: the whole.
+        args: arrays, pytrees of them, or None.
+        specs: how each of them is divided, see :meth:`Cache.along`.
+        out: how what ``f`` gives back is divided; for a cache :meth:`Cache.specs`.
+    """
+    mesh = cache.mesh
+    if mesh is None:
+        return f(cache, *args)
+
+    def is_cache(x: Any) -> bool:
+        return isinstance(x, Cache)
+
+    def local(cache: C, *args: Any) -> Any:
+        counts: Any = {name: getattr(cache, name)[0] for name in cache.counters}
+        return jax.tree.map(whole, f(dataclasses.replace(cache, mesh=None, **counts), *args), is_leaf=is_cache)
+
+    def whole(x: Any) -> Any:
+        if not isinstance(x, Cache):
+            return x
+        counts: Any = {name: getattr(x, name)[None] for name in x.counters}
+        return dataclasses.replace(x, mesh=mesh, **counts)
+
+    # A loop's carry starts as zeros, the same everywhere, and ends different: the check of that cannot be satisfied.
+    run = jax.shard_map(local, mesh=mesh, in_specs=(cache.specs(), *specs), out_specs=out, check_vma=False)
+    return run(cache, *args)
+
+
+def attend_by_shard[C: Cache](
+    f: Callable[..., tuple[Array, C]],
+    cache: C,
+    layer: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    evict: Array | None,
+    valid: Array,
+    local_window: Array | None,
+    hold: Array | None,
+    *of_heads: Array | None,
+) -> tuple[Array, C]:
+    """A cache's attention by :func:`by_shard`: arguments as of :meth:`Cache.attend`, then others [B, H, ...]."""
+    heads, every = cache.along(1), PartitionSpec()
+    queries = heads
+    if k.shape[1] == 1 and shards(cache.mesh, q.shape[1]) > 1:
+        # Latent attention: the one head is everywhere, its queries are divided.
+        queries = PartitionSpec(None, KV_AXIS)
+    found: tuple[Array, C] = by_shard(
+        f,
+        cache,
+        (jnp.asarray(layer, jnp.int32), q, k, v, evict, valid, local_window, hold, *of_heads),
+        (every, queries, heads, heads, heads, every, every, every, *[heads] * len(of_heads)),
+        (queries, cache.specs()),
+    )
+    return found
+
+
 def register[C: Cache](kind: type[C]) -> type[C]:
     """Makes a cache a pytree; a class decorator."""
-    static = ("window", "shift", "recent", "local_windows")
+    static = ("window", "shift", "recent", "local_windows", "mesh")
     names = [field.name for field in dataclasses.fields(kind) if field.name not in static]
     return jax.tree_util.register_dataclass(kind, data_fields=names, meta_fields=list(static))

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import PartitionSpec
 
 from kvsparse_jax.cache import paged
-from kvsparse_jax.cache.base import Cache, Size
+from kvsparse_jax.cache.base import Cache, Size, by_shard
 from kvsparse_jax.cache.paged import PagedCache
 from kvsparse_jax.errors import RunError
 
@@ -138,6 +139,12 @@ def trim(cache: PagedCache, level: Array) -> PagedCache:
     The longest heads are cut, all to one length, so short ones are left alone. Within a head the keys of largest norm
     go first (Knorm, arXiv 2406.11430), never those in the ring (the window, the newest token). ``trimmed`` counts them.
     """
+    trimmed: PagedCache = by_shard(_trim, cache, (level,), (PartitionSpec(),), cache.specs())
+    return trimmed
+
+
+def _trim(cache: PagedCache, level: Array) -> PagedCache:
+    """:func:`trim` of a shard."""
     ring, _ = _protected(cache)
     surplus = cache.lengths - _cut(cache, level)
 

@@ -5,18 +5,20 @@ follows the longest sequence, not the capacity.
 """
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Self, final
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import Mesh
 
 from kernels.blockwise import xla as blockwise
 from kernels.partial import normalise
 from kernels.visibility import NEVER, visible
 from kernels.visibility import expires as last_query
-from kvsparse_jax.cache.base import Cache, Size, bucket, held_until, register
+from kvsparse_jax.cache.base import Cache, Size, attend_by_shard, bucket, held_until, register, shards
 from kvsparse_jax.cache.spec import CacheSpec
 
 _FULL_BLOCK_HEADS = 64
@@ -61,45 +63,8 @@ class DenseCache(Cache):
         hold: Array | None = None,
     ) -> tuple[Array, Self]:
         """Stores new tokens and attends over all that is visible, see :meth:`Cache.attend`."""
-        layer = jnp.asarray(layer, jnp.int32)
-        at = self.positions(valid)
-        cache = _store(self, layer, k, v, evict, at, valid, local_window, hold)
-        batch, kv_heads, dim = q.shape[0], k.shape[1], q.shape[3]
-        block = block_of(self.slots)
-        while q.shape[2] == 1 and batch * kv_heads * 2 * block <= _FULL_BLOCK_HEADS * blockwise.BLOCK_K:
-            if self.slots % (2 * block):
-                break
-            block *= 2
-        total = self.seen + jnp.sum(valid, 1, dtype=jnp.int32)
-
-        def fetch(j: Array) -> blockwise.Keys:
-            start = j * block
-            zero = jnp.zeros_like(start)
-            slot = start + jnp.arange(block, dtype=jnp.int32)[None]
-            if cache.expires is None:
-                last = last_query(slot, jnp.zeros_like(slot, bool), 0, local_window)[:, None]
-            else:
-                last = lax.dynamic_slice(cache.expires, (layer, zero, zero, start), (1, batch, kv_heads, block))[0]
-            keys = lax.dynamic_slice(cache.k, (layer, zero, zero, zero, start), (1, batch, kv_heads, dim, block))[0]
-            values = None
-            if cache.v.shape[4]:
-                values = lax.dynamic_slice(cache.v, (layer, zero, zero, start, zero), (1, batch, kv_heads, block, dim))[
-                    0
-                ]
-            return blockwise.Keys(
-                keys,
-                keys.swapaxes(2, 3) if values is None else values,
-                jnp.where(slot < total[:, None], slot, NEVER),
-                last,
-            )
-
-        def blocks(column: Array) -> Array:
-            newest = jnp.where(valid, at, -1)
-            seen_by = jnp.where(jnp.arange(valid.shape[1], dtype=jnp.int32)[None] <= column, newest, -1)
-            return jnp.minimum(jnp.max(seen_by) // block + 1, jnp.int32(self.slots // block))
-
-        part = blockwise.attention(q, jnp.where(valid, at, -1), fetch, blocks, scale=scale)
-        return normalise(part).astype(q.dtype), cache
+        attend = functools.partial(_attend, scale=scale)
+        return attend_by_shard(attend, self, layer, q, k, v, evict, valid, local_window, hold)
 
     def entries(self, layer: Array) -> tuple[Array, Array]:
         """Keys and values [B, H, slots, D] of a layer."""
@@ -132,8 +97,9 @@ class DenseCache(Cache):
 
     @property
     def head_axes(self) -> dict[str, int]:
-        """Keys, values and when they expire."""
-        return {"k": 2, "v": 2} | ({} if self.expires is None else {"expires": 2})
+        """Keys, values and when they expire, and the counts."""
+        named = {"k": 2, "v": 2, "expires": 2, "flagged": 2, "trimmed": 2, "lost": 0}
+        return {name: axis for name, axis in named.items() if getattr(self, name) is not None}
 
     def pages_taken(self) -> Array:
         """Zeros: there are no pages."""
@@ -174,7 +140,7 @@ class DenseCache(Cache):
         return f"the dense cache is full: {needed} slots of {self.slots} are needed"
 
 
-def init(spec: CacheSpec, batch: int, *, slots: int) -> DenseCache:
+def init(spec: CacheSpec, batch: int, *, slots: int, mesh: Mesh | None = None) -> DenseCache:
     """An empty cache with room for at least ``slots`` tokens of each of ``batch`` sequences."""
     if min(batch, slots) < 1:
         raise ValueError("batch and slots must be at least 1")
@@ -187,11 +153,12 @@ def init(spec: CacheSpec, batch: int, *, slots: int) -> DenseCache:
         seen=jnp.zeros((batch,), jnp.int32),
         flagged=jnp.zeros(heads, jnp.int32),
         trimmed=jnp.zeros(heads, jnp.int32),
-        lost=jnp.zeros((), jnp.int32),
+        lost=jnp.zeros(() if mesh is None else (shards(mesh, spec.kv_heads),), jnp.int32),
         window=spec.window,
         shift=spec.shift,
         recent=spec.recent,
         local_windows=spec.local_windows,
+        mesh=mesh,
     )
 
 
@@ -202,6 +169,58 @@ def block_of(slots: int) -> int:
 
 def _whole_blocks(slots: int) -> int:
     return -(-slots // block_of(slots)) * block_of(slots)
+
+
+def _attend(
+    cache: DenseCache,
+    layer: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    evict: Array | None,
+    valid: Array,
+    local_window: Array | None,
+    hold: Array | None,
+    *,
+    scale: float,
+) -> tuple[Array, DenseCache]:
+    """:meth:`DenseCache.attend` of a shard."""
+    at = cache.positions(valid)
+    cache = _store(cache, layer, k, v, evict, at, valid, local_window, hold)
+    batch, kv_heads, dim = q.shape[0], k.shape[1], q.shape[3]
+    block = block_of(cache.slots)
+    while q.shape[2] == 1 and batch * kv_heads * 2 * block <= _FULL_BLOCK_HEADS * blockwise.BLOCK_K:
+        if cache.slots % (2 * block):
+            break
+        block *= 2
+    total = cache.seen + jnp.sum(valid, 1, dtype=jnp.int32)
+
+    def fetch(j: Array) -> blockwise.Keys:
+        start = j * block
+        zero = jnp.zeros_like(start)
+        slot = start + jnp.arange(block, dtype=jnp.int32)[None]
+        if cache.expires is None:
+            last = last_query(slot, jnp.zeros_like(slot, bool), 0, local_window)[:, None]
+        else:
+            last = lax.dynamic_slice(cache.expires, (layer, zero, zero, start), (1, batch, kv_heads, block))[0]
+        keys = lax.dynamic_slice(cache.k, (layer, zero, zero, zero, start), (1, batch, kv_heads, dim, block))[0]
+        values = None
+        if cache.v.shape[4]:
+            values = lax.dynamic_slice(cache.v, (layer, zero, zero, start, zero), (1, batch, kv_heads, block, dim))[0]
+        return blockwise.Keys(
+            keys,
+            keys.swapaxes(2, 3) if values is None else values,
+            jnp.where(slot < total[:, None], slot, NEVER),
+            last,
+        )
+
+    def blocks(column: Array) -> Array:
+        newest = jnp.where(valid, at, -1)
+        seen_by = jnp.where(jnp.arange(valid.shape[1], dtype=jnp.int32)[None] <= column, newest, -1)
+        return jnp.minimum(jnp.max(seen_by) // block + 1, jnp.int32(cache.slots // block))
+
+    part = blockwise.attention(q, jnp.where(valid, at, -1), fetch, blocks, scale=scale)
+    return normalise(part).astype(q.dtype), cache
 
 
 def _store(

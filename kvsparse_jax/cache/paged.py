@@ -14,23 +14,27 @@ In a decode step at most one token leaves the window, and the new one takes its 
 the slots that it frees by rank, and what is flagged and outside the window at its end is never stored. Only models with
 sliding-window layers can free more slots than they fill: the last entries then move into the holes.
 
+On a mesh every shard of the KV heads has a pool and a free list of its own, and page numbers count from its first page.
+
 Running out of pages or of table width never overwrites anything: the token is not stored and ``lost`` counts it.
 Callers ask :meth:`PagedCache.fits` first and grow the pool or trim it (:mod:`kvsparse_jax.cache.capacity`).
 """
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple, Self, final
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import Mesh, PartitionSpec
 
 from kernels.blockwise import xla as blockwise
 from kernels.partial import Partial, merge, normalise
 from kernels.ragged_decode.api import ragged_attention
 from kernels.visibility import NEVER
-from kvsparse_jax.cache.base import Cache, Size, bucket, held_until, register
+from kvsparse_jax.cache.base import Cache, Size, attend_by_shard, bucket, by_shard, held_until, register, shards
 from kvsparse_jax.cache.quantise import Quantisation, dequantise, quantise, storage_dtype
 from kvsparse_jax.cache.spec import CacheSpec
 from kvsparse_jax.policies.base import Held, Selection
@@ -84,8 +88,20 @@ class PagedCache(Cache):
 
     @property
     def head_axes(self) -> dict[str, int]:
-        """The bookkeeping; the pool is every head's."""
-        return {"tables": 2, "lengths": 2, "ring": 2}
+        """All but ``seen``: the pool is the shards' pools one after the other, and so is the free list."""
+        named = dict.fromkeys(("tables", "lengths", "ring", "flagged", "trimmed"), 2)
+        named |= dict.fromkeys(("k", "v", "k_scale", "v_scale", "expires", "statistic", "free", *self.counters), 0)
+        return {name: axis for name, axis in named.items() if getattr(self, name) is not None}
+
+    @property
+    def counters(self) -> tuple[str, ...]:
+        """See :meth:`Cache.counters`."""
+        return "lost", "free_count"
+
+    @property
+    def shard_pages(self) -> int:
+        """Pages of a shard; as the number of a page: none."""
+        return self.pages // self.shards
 
     @property
     def slots(self) -> int:
@@ -119,66 +135,18 @@ class PagedCache(Cache):
             statistic: [B, H, T] float32, of the new entries; None: 0.
             implementation: of the attention over the cache, see :func:`ragged_attention`.
         """
-        chunk = q.shape[2]
-        layer = jnp.asarray(layer, jnp.int32)
-        at = self.positions(valid)
-        cache, last = _decide(self, layer, evict, at, valid, local_window, hold)
-
-        def past(cache: Self, at: Array | None) -> Partial:
-            table, length, _ = _read(cache, layer)
-            return ragged_attention(
-                q,
-                cache.k,
-                cache.v,
-                table,
-                jnp.where(valid.any(1)[:, None], length, 0),
-                scale=scale,
-                k_scale=cache.k_scale,
-                v_scale=cache.v_scale if cache.v.shape[2] else cache.k_scale,
-                expires=None if at is None else cache.expires,
-                q_positions=at,
-                implementation=implementation,
-            )
-
-        if chunk == 1:
-            # Stored first: what the step frees is then gone, and what is left is all visible.
-            if cache.local:
-                cache = _store(cache, layer, k, v, last, statistic, at, valid)
-            else:
-                cache = _store_one(cache, layer, k, v, last, statistic, valid[:, 0])
-            part = past(cache, None)
-        else:
-            part = past(cache, at)
-            part = merge(part, blockwise.chunk_attention(q, k, v, at, valid, last, scale=scale))
-            cache = _store(cache, layer, k, v, last, statistic, at, valid)
-        out = jnp.where(valid[:, None, :, None], normalise(part), 0)
-        return out.astype(q.dtype), cache
+        attend = functools.partial(_attend, scale=scale, implementation=implementation)
+        return attend_by_shard(attend, self, layer, q, k, v, evict, valid, local_window, hold, statistic)
 
     def sweep(self) -> Self:
         """See :meth:`Cache.sweep`."""
-        return _sweep(self)
+        swept: Self = by_shard(_sweep, self, (), (), self.specs())
+        return swept
 
     def release(self, rows: Array) -> Self:
         """Empties the sequences ``rows`` [B] bool. All released: as new, but for stale pages."""
-        gone = rows[None, :, None]
-        lengths = jnp.where(gone, 0, self.lengths)
-        tables = jnp.where(gone[..., None], self.pages, self.tables)
-        # The free list is rebuilt from the tables, so its order does not depend on history.
-        nth = jnp.arange(tables.shape[3], dtype=jnp.int32)[None, None, None]
-        held = nth < pages_of(self, lengths)[..., None]
-        taken = jnp.zeros((self.pages,), bool).at[jnp.where(held, tables, self.pages)].set(True, mode="drop")
-        ids = jnp.arange(self.pages, dtype=jnp.int32)
-        return dataclasses.replace(
-            self,
-            tables=tables,
-            lengths=lengths,
-            free=jnp.sort(jnp.where(taken, -1, ids), descending=True),
-            free_count=jnp.sum(~taken, dtype=jnp.int32),
-            ring=jnp.where(gone[..., None], -1, self.ring),
-            seen=jnp.where(rows, 0, self.seen),
-            flagged=jnp.where(gone, 0, self.flagged),
-            trimmed=jnp.where(gone, 0, self.trimmed),
-        )
+        released: Self = by_shard(_release, self, (rows,), (PartitionSpec(),), self.specs())
+        return released
 
     def live(self) -> Array:
         """Keys visible to the newest query, [L, B, H] int32: all that are held."""
@@ -190,24 +158,29 @@ class PagedCache(Cache):
 
     def fits(self, tokens: Array | int) -> Array:
         """See :meth:`Cache.fits`."""
-        more = _more(self, tokens)
-        return (pages_needed(self, tokens) <= self.pages) & (jnp.max(self.lengths + more) <= self.slots)
+        longest = jnp.max(self.lengths + _more(self, tokens))
+        return (jnp.max(pages_needed(self, tokens)) <= self.shard_pages) & (longest <= self.slots)
 
     def size_for(self, rows: np.ndarray, tokens: np.ndarray) -> Size:
         """See :meth:`Cache.size_for`."""
         pages = -(-(np.asarray(self.lengths)[:, rows] + tokens[None, :, None]) // self.page)
-        return bucket(int(pages.sum())), max(self.tables.shape[3], bucket(int(pages.max())))
+        most = int(self._per_shard(pages).max())
+        return self.shards * bucket(most), max(self.tables.shape[3], bucket(int(pages.max())))
+
+    def _per_shard(self, pages: np.ndarray) -> np.ndarray:
+        """Sums [shards] of numbers [L, B, H]."""
+        return pages.reshape(*pages.shape[:2], self.shards, -1).sum((0, 1, 3))
 
     def size_for_batch(self, batch: int) -> Size:
         """As many pages per sequence, and tables as long."""
-        return -(-self.pages * batch // self.seen.shape[0]), self.tables.shape[3]
+        return self.shards * -(-self.shard_pages * batch // self.seen.shape[0]), self.tables.shape[3]
 
     def shortage(self, tokens: np.ndarray) -> str:
         """See :meth:`Cache.shortage`."""
         lengths = np.asarray(self.lengths) + tokens[None, :, None]
         return (
             f"the cache is full: {int(tokens.max())} more tokens may need "
-            f"{int((-(-lengths // self.page)).sum())} pages of {self.pages} and "
+            f"{int(self._per_shard(-(-lengths // self.page)).max())} pages of {self.shard_pages} and "
             f"{int(lengths.max())} slots of {self.slots} per head"
         )
 
@@ -223,7 +196,7 @@ class PagedCache(Cache):
 
         return dataclasses.replace(
             self,
-            tables=some(self.tables, 1, self.pages),
+            tables=some(self.tables, 1, self.shard_pages),
             lengths=some(self.lengths, 1, 0),
             ring=some(self.ring, 1, -1),
             seen=some(self.seen, 0, 0),
@@ -251,60 +224,44 @@ class PagedCache(Cache):
 
     def repack(self, rows: Array, size: Size) -> Self:
         """See :meth:`Cache.repack`. Pages come to lie in the order of the tables."""
-        pages, width = size
-        lengths, ring = self.lengths[:, rows], self.ring[:, rows]
-        old = self.tables[:, rows][..., :width]
-        old = jnp.pad(old, ((0, 0), (0, 0), (0, 0), (0, width - old.shape[3])), constant_values=self.pages)
-        nth = jnp.arange(width, dtype=jnp.int32)[None, None, None]
-        held = nth < pages_of(self, lengths)[..., None]
-        new = jnp.where(held, _running(held.astype(jnp.int32)), pages)
-        # Only an overfull pool makes a difference here: a head keeps the slots before its first missing page.
-        kept = jnp.sum(new < pages, -1, dtype=jnp.int32) * self.page
-        short = jnp.maximum(lengths - kept, 0)
-        source = jnp.full((pages,), 0, jnp.int32).at[jnp.where(held, new, pages)].set(old, mode="drop")
-        taken = jnp.sum(new < pages, dtype=jnp.int32)
-        ids = jnp.arange(pages, dtype=jnp.int32)
-        scale = [None if x is None else x[source] for x in (self.k_scale, self.v_scale)]
-        return dataclasses.replace(
-            self,
-            k=self.k[source],
-            v=self.v[source],
-            k_scale=scale[0],
-            v_scale=scale[1],
-            expires=self.expires[source],
-            statistic=None if self.statistic is None else self.statistic[source],
-            free=jnp.sort(jnp.where(ids < taken, -1, ids), descending=True),
-            free_count=pages - taken,
-            tables=jnp.minimum(new, pages),
-            lengths=lengths - short,
-            ring=jnp.where(ring >= (lengths - short)[..., None], -1, ring),
-            seen=self.seen[rows],
-            flagged=self.flagged[:, rows],
-            trimmed=self.trimmed[:, rows],
-            lost=self.lost + jnp.sum(short, dtype=jnp.int32),
-        )
+        own = size[0] // self.shards, size[1]
+        repack = functools.partial(_repack, size=own)
+        repacked: Self = by_shard(repack, self, (rows,), (PartitionSpec(),), self.specs())
+        return repacked
 
 
 def init(
-    spec: CacheSpec, batch: int, *, pages: int, width: int, page: int = 64, quantisation: Quantisation | None = None
+    spec: CacheSpec,
+    batch: int,
+    *,
+    pages: int,
+    width: int,
+    page: int = 64,
+    quantisation: Quantisation | None = None,
+    mesh: Mesh | None = None,
 ) -> PagedCache:
     """An empty cache.
 
     Args:
         spec: what it is for.
         batch: sequences (B).
-        pages: capacity of the pool, shared by all layers, sequences and heads.
+        pages: capacity of the pool, shared by all layers, sequences and heads of a shard; of all shards together.
         width: entries of a page table: a head holds at most ``width * page`` tokens.
         page: slots per page.
         quantisation: "int8", "float8_e4m3" or None.
+        mesh: devices that it is for.
 
     Raises:
         ValueError: a number that makes no sense.
     """
     if min(batch, pages, width, page) < 1:
         raise ValueError("batch, pages, width and page must be at least 1")
+    parts = shards(mesh, spec.kv_heads)
+    if pages % parts:
+        raise ValueError(f"{pages} pages cannot be divided over {parts} shards")
+    own = pages // parts
     stored = spec.dtype if quantisation is None else storage_dtype(quantisation)
-    heads = (spec.layers, batch, spec.kv_heads)
+    heads, counter = (spec.layers, batch, spec.kv_heads), () if mesh is None else (parts,)
     scales = [
         None if quantisation is None or not channels else jnp.ones((pages, page), jnp.float32)
         for channels in (spec.head_dim, spec.stored_values)
@@ -316,19 +273,130 @@ def init(
         v_scale=scales[1],
         expires=jnp.full((pages, page), NEVER, jnp.int32),
         statistic=jnp.zeros((pages, page), jnp.float32) if spec.recent is not None else None,
-        free=jnp.arange(pages - 1, -1, -1, dtype=jnp.int32),
-        free_count=jnp.asarray(pages, jnp.int32),
-        tables=jnp.full((*heads, width), pages, jnp.int32),
+        free=jnp.tile(jnp.arange(own - 1, -1, -1, dtype=jnp.int32), parts),
+        free_count=jnp.full(counter, own, jnp.int32),
+        tables=jnp.full((*heads, width), own, jnp.int32),
         lengths=jnp.zeros(heads, jnp.int32),
         ring=jnp.full((*heads, spec.reach), -1, jnp.int32),
         seen=jnp.zeros((batch,), jnp.int32),
         flagged=jnp.zeros(heads, jnp.int32),
-        lost=jnp.zeros((), jnp.int32),
+        lost=jnp.zeros(counter, jnp.int32),
         trimmed=jnp.zeros(heads, jnp.int32),
         window=spec.window,
         shift=spec.shift,
         recent=spec.recent,
         local_windows=spec.local_windows,
+        mesh=mesh,
+    )
+
+
+def _attend(
+    cache: PagedCache,
+    layer: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    evict: Array | None,
+    valid: Array,
+    local_window: Array | None,
+    hold: Array | None,
+    statistic: Array | None,
+    *,
+    scale: float,
+    implementation: str | None,
+) -> tuple[Array, PagedCache]:
+    """:meth:`PagedCache.attend` of a shard."""
+    chunk = q.shape[2]
+    at = cache.positions(valid)
+    cache, last = _decide(cache, layer, evict, at, valid, local_window, hold)
+
+    def past(cache: PagedCache, at: Array | None) -> Partial:
+        table, length, _ = _read(cache, layer)
+        return ragged_attention(
+            q,
+            cache.k,
+            cache.v,
+            table,
+            jnp.where(valid.any(1)[:, None], length, 0),
+            scale=scale,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale if cache.v.shape[2] else cache.k_scale,
+            expires=None if at is None else cache.expires,
+            q_positions=at,
+            implementation=implementation,
+        )
+
+    if chunk == 1:
+        # Stored first: what the step frees is then gone, and what is left is all visible.
+        if cache.local:
+            cache = _store(cache, layer, k, v, last, statistic, at, valid)
+        else:
+            cache = _store_one(cache, layer, k, v, last, statistic, valid[:, 0])
+        part = past(cache, None)
+    else:
+        part = past(cache, at)
+        part = merge(part, blockwise.chunk_attention(q, k, v, at, valid, last, scale=scale))
+        cache = _store(cache, layer, k, v, last, statistic, at, valid)
+    out = jnp.where(valid[:, None, :, None], normalise(part), 0)
+    return out.astype(q.dtype), cache
+
+
+def _release(cache: PagedCache, rows: Array) -> PagedCache:
+    """:meth:`PagedCache.release` of a shard."""
+    gone = rows[None, :, None]
+    lengths = jnp.where(gone, 0, cache.lengths)
+    tables = jnp.where(gone[..., None], cache.pages, cache.tables)
+    # The free list is rebuilt from the tables, so its order does not depend on history.
+    nth = jnp.arange(tables.shape[3], dtype=jnp.int32)[None, None, None]
+    held = nth < pages_of(cache, lengths)[..., None]
+    taken = jnp.zeros((cache.pages,), bool).at[jnp.where(held, tables, cache.pages)].set(True, mode="drop")
+    ids = jnp.arange(cache.pages, dtype=jnp.int32)
+    return dataclasses.replace(
+        cache,
+        tables=tables,
+        lengths=lengths,
+        free=jnp.sort(jnp.where(taken, -1, ids), descending=True),
+        free_count=jnp.sum(~taken, dtype=jnp.int32),
+        ring=jnp.where(gone[..., None], -1, cache.ring),
+        seen=jnp.where(rows, 0, cache.seen),
+        flagged=jnp.where(gone, 0, cache.flagged),
+        trimmed=jnp.where(gone, 0, cache.trimmed),
+    )
+
+
+def _repack(cache: PagedCache, rows: Array, *, size: Size) -> PagedCache:
+    """:meth:`PagedCache.repack` of a shard."""
+    pages, width = size
+    lengths, ring = cache.lengths[:, rows], cache.ring[:, rows]
+    old = cache.tables[:, rows][..., :width]
+    old = jnp.pad(old, ((0, 0), (0, 0), (0, 0), (0, width - old.shape[3])), constant_values=cache.pages)
+    nth = jnp.arange(width, dtype=jnp.int32)[None, None, None]
+    held = nth < pages_of(cache, lengths)[..., None]
+    new = jnp.where(held, _running(held.astype(jnp.int32)), pages)
+    # Only an overfull pool makes a difference here: a head keeps the slots before its first missing page.
+    kept = jnp.sum(new < pages, -1, dtype=jnp.int32) * cache.page
+    short = jnp.maximum(lengths - kept, 0)
+    source = jnp.full((pages,), 0, jnp.int32).at[jnp.where(held, new, pages)].set(old, mode="drop")
+    taken = jnp.sum(new < pages, dtype=jnp.int32)
+    ids = jnp.arange(pages, dtype=jnp.int32)
+    scale = [None if x is None else x[source] for x in (cache.k_scale, cache.v_scale)]
+    return dataclasses.replace(
+        cache,
+        k=cache.k[source],
+        v=cache.v[source],
+        k_scale=scale[0],
+        v_scale=scale[1],
+        expires=cache.expires[source],
+        statistic=None if cache.statistic is None else cache.statistic[source],
+        free=jnp.sort(jnp.where(ids < taken, -1, ids), descending=True),
+        free_count=pages - taken,
+        tables=jnp.minimum(new, pages),
+        lengths=lengths - short,
+        ring=jnp.where(ring >= (lengths - short)[..., None], -1, ring),
+        seen=cache.seen[rows],
+        flagged=cache.flagged[:, rows],
+        trimmed=cache.trimmed[:, rows],
+        lost=cache.lost + jnp.sum(short, dtype=jnp.int32),
     )
 
 
@@ -683,9 +751,17 @@ def held(cache: PagedCache, layer: Array, q: Array, k: Array, valid: Array, scal
         valid: [B, T], as in :meth:`Cache.attend`.
         scale: multiplies ``<q, k>``.
     """
+    heads, every = cache.along(1), PartitionSpec()
+    layer = jnp.asarray(layer, jnp.int32)
+    found = by_shard(_held, cache, (layer, k, valid), (every, heads, every), heads)
+    q_positions = jnp.where(valid, cache.positions(valid), -1)
+    return Held(q=q, q_positions=q_positions, layer=layer, scale=scale, **found)
+
+
+def _held(cache: PagedCache, layer: Array, k: Array, valid: Array) -> dict[str, Array]:
+    """What :func:`held` knows of the heads of a shard."""
     if cache.statistic is None or cache.recent is None:
         raise ValueError("this cache was made for a policy that does not select")
-    layer = jnp.asarray(layer, jnp.int32)
     old, _, _, used = entries(cache, layer)
     at = cache.positions(valid)
     count = jnp.sum(valid, 1, dtype=jnp.int32)
@@ -702,15 +778,11 @@ def held(cache: PagedCache, layer: Array, q: Array, k: Array, valid: Array, scal
     new = jnp.broadcast_to((valid & (at > (newest - cache.recent)[:, None]))[:, None], shape)
     positions = jnp.broadcast_to(jnp.where(valid, at, NEVER)[:, None], shape)
     noted = _of_slots(cache, layer, cache.statistic, 0.0)
-    return Held(
-        q=q,
+    return dict(
         k=jnp.concatenate([old.astype(k.dtype), k], 2),
-        q_positions=jnp.where(valid, at, -1),
         k_positions=jnp.concatenate([jnp.where(used, jnp.int32(0), jnp.int32(NEVER)), positions], 2),
         recent=jnp.concatenate([recent, new], 2),
         statistic=jnp.concatenate([noted, jnp.zeros(shape, noted.dtype)], 2),
-        layer=layer,
-        scale=scale,
     )
 
 
@@ -721,7 +793,14 @@ def settle(cache: PagedCache, layer: Array, there: Array, selection: Selection) 
         there: [B, H, S] bool, the slots in question; what the chunk brought is left alone.
         selection: among the columns of :func:`held`, of which the first S count.
     """
-    layer = jnp.asarray(layer, jnp.int32)
+    heads = cache.along(1)
+    args = jnp.asarray(layer, jnp.int32), there, selection
+    settled: PagedCache = by_shard(_settle, cache, args, (PartitionSpec(), heads, heads), cache.specs())
+    return settled
+
+
+def _settle(cache: PagedCache, layer: Array, there: Array, selection: Selection) -> PagedCache:
+    """:func:`settle` of a shard."""
     if cache.statistic is None:
         raise ValueError("this cache was made for a policy that does not select")
     keep, statistic = (x[:, :, : cache.slots] for x in selection)
@@ -734,8 +813,9 @@ def settle(cache: PagedCache, layer: Array, there: Array, selection: Selection) 
 
 
 def pages_needed(cache: PagedCache, tokens: Array | int) -> Array:
-    """Pages that the cache takes at most after ``tokens`` ([B] or one number) more tokens, int32 scalar."""
-    return jnp.sum(pages_of(cache, cache.lengths + _more(cache, tokens)), dtype=jnp.int32)
+    """Pages that shards take at most after ``tokens`` ([B] or one number) more tokens, [shards] int32."""
+    pages = pages_of(cache, cache.lengths + _more(cache, tokens))
+    return jnp.sum(pages.reshape(*pages.shape[:2], cache.shards, -1), (0, 1, 3), dtype=jnp.int32)
 
 
 def _more(cache: PagedCache, tokens: Array | int) -> Array:

@@ -103,5 +103,5 @@ def report(cache: Cache, dtype: np.dtype | None = None, grown: Sequence[int] = (
         cr_physical=full / used,
         trimmed=int(np.asarray(cache.trimmed).sum()),
         grown=tuple(grown),
-        lost=int(cache.lost),
+        lost=int(np.asarray(cache.lost).sum()),
     )

@@ -1,10 +1,9 @@
 """A cache with its capacity: made when first needed, of the size needed; grown, shrunk, forked and released."""
 
-import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,6 @@ from kvsparse_jax.cache.quantise import QUANTISATIONS, Quantisation
 from kvsparse_jax.cache.report import CacheReport, nbytes, report
 from kvsparse_jax.cache.spec import CacheSpec
 from kvsparse_jax.errors import InputError, RunError, whole
-from kvsparse_jax.models.sharding import sharding
 
 TABLE_TOKENS = 4096
 """Tokens that a page table has entries for at least, where the model's context is not shorter."""
@@ -64,9 +62,9 @@ class CacheOptions:
 class Store:
     """The cache of ``batch`` rows with its capacity: made when first needed, of the size needed.
 
-    ``everywhere`` is where arrays go that every device of the model has. On a mesh a dense cache is divided by KV heads
-    where their number allows, like the projections that fill it. The pool of a paged cache is replicated: all heads
-    share it, and one free list says which page is whose next.
+    ``everywhere`` is where arrays go that every device of the model has. On a mesh the cache is divided by KV heads, as
+    the projections that fill it are: each device has a pool of pages for its heads. Where the tensor axis does not
+    divide them every device holds all of it.
     """
 
     def __init__(self, spec: CacheSpec, batch: int, options: CacheOptions, everywhere: Sharding):
@@ -88,7 +86,7 @@ class Store:
         made: Cache
         if options.cache == "dense":
             slots = longest if options.capacity is None else options.capacity
-            made = _new_dense(spec, self.batch, slots=bucket(slots))
+            made = new(dense.init, spec, self.batch, self.everywhere, slots=bucket(slots))
         else:
             limit = spec.max_positions or TABLE_TOKENS
             if options.capacity is None:
@@ -102,9 +100,9 @@ class Store:
                 slots = limit
             pages *= spec.layers * spec.kv_heads
             width = bucket(-(-slots // page))
-            made = _new_paged(spec, self.batch, pages=pages, width=width, page=page, quantisation=options.kv_dtype)
-        # Committed to their devices, as what the compiled functions hand back is: else the second call compiles anew.
-        return jax.device_put(made, _shardings(made, self.everywhere))
+            shape: dict[str, Any] = dict(pages=pages, width=width, page=page, quantisation=options.kv_dtype)
+            made = new(paged.init, spec, self.batch, self.everywhere, **shape)
+        return made
 
     def reserve(self, least: Tokens = 0, most: Tokens | None = None) -> Cache:
         """The cache, with room for ``least`` more tokens (of each row, or [B]), and up to ``most`` where it is free.
@@ -173,22 +171,36 @@ class Store:
         return found
 
 
-def _shardings[C: Cache](cache: C, everywhere: Sharding) -> C:
-    """Where each array goes: on a mesh those that count KV heads are divided as the model's own are."""
-    found = jax.tree.map(lambda _: everywhere, cache)
+def mesh_of(everywhere: Sharding) -> Mesh | None:
+    """The devices of a mesh; None: there is one device."""
     mesh = everywhere.mesh if isinstance(everywhere, NamedSharding) else None
-    if not isinstance(mesh, Mesh):
-        return found
-    divided = {}
-    for name, axis in cache.head_axes.items():
-        shape = getattr(cache, name).shape
-        axes = ["kv_heads" if i == axis else None for i in range(len(shape))]
-        divided[name] = sharding(mesh, axes, shape)
-    return dataclasses.replace(found, **divided)
+    return mesh if isinstance(mesh, Mesh) else None
 
 
-_new_dense = jax.jit(dense.init, static_argnames=("spec", "batch", "slots"))
-_new_paged = jax.jit(paged.init, static_argnames=("spec", "batch", "pages", "width", "page", "quantisation"))
+def shardings(cache: Cache, everywhere: Sharding) -> Any:
+    """Where each array of a cache goes, in place of the arrays."""
+    if cache.mesh is None:
+        return jax.tree.map(lambda _: everywhere, cache)
+    return jax.tree.map(functools.partial(NamedSharding, cache.mesh), cache.specs())
+
+
+def new[C: Cache](init: Callable[..., C], spec: CacheSpec, batch: int, everywhere: Sharding, **shape: Any) -> C:
+    """An empty cache, each shard made where it stays.
+
+    Args:
+        init: of the cache's module.
+        spec, batch: as there.
+        everywhere: where arrays go that every device of the model has.
+        **shape: more of ``init``.
+    """
+    return _program(init, spec, batch, everywhere, tuple(shape.items()))()
+
+
+@functools.cache
+def _program(init: Any, spec: CacheSpec, batch: int, everywhere: Sharding, shape: tuple[tuple[str, Any], ...]) -> Any:
+    make = functools.partial(init, spec, batch, mesh=mesh_of(everywhere), **dict(shape))
+    # Committed to their devices, as what the compiled functions hand back is: else the second call compiles anew.
+    return jax.jit(make, out_shardings=shardings(jax.eval_shape(make), everywhere))
 
 
 @functools.partial(jax.jit, donate_argnums=(0,))

@@ -97,7 +97,7 @@ class Engine:
         self.tokenizer, self.clock = tokenizer, clock
         spec = self.runner.spec
         kept = None if spec.window is None else spec.always_kept
-        self.scheduler = Scheduler(self.options, self.runner.pages, kept)
+        self.scheduler = Scheduler(self.options, self.runner.cache.shards, kept)
         self.metrics = Metrics()
         self._eos = {*model.config.eos_token_ids, *(() if tokenizer is None else tokenizer.eos_token_ids)}
         self._numbers = itertools.count()
@@ -143,7 +143,7 @@ class Engine:
         shape = (runner.spec.layers, runner.spec.kv_heads)
         if runner.spec.window is None and not runner.spec.local:
             most = len(tokens) - 1 + min(request.max_new_tokens, room)
-            if pages_for(np.zeros(shape, np.int32), most, self.options.page_size) > runner.pages:
+            if pages_for(np.zeros(shape, np.int32), most, self.options.page_size)[0] > runner.pages:
                 raise InputError(f"{most} tokens do not fit into the pool of {runner.pages} pages")
         if len(self.scheduler.waiting) >= self.options.max_waiting:
             raise BusyError(f"{self.options.max_waiting} requests are waiting already")
@@ -184,9 +184,9 @@ class Engine:
         began, before = time.perf_counter(), self.metrics.runner_seconds
         out: list[Piece] = []
         self._end_early(out)
-        for one in self.scheduler.admit(self.runner.free):
+        for one in self.scheduler.admit(self.runner.room):
             self._join(one, out)
-        plan = self.scheduler.plan(self.runner.free)
+        plan = self.scheduler.plan(self.runner.room)
         for one in plan.preempt:
             self._preempt(one)
         for one, tokens in plan.prefill:
@@ -385,7 +385,7 @@ class Engine:
             kv_peak=max(one.kv_peak, held),
             kv_read=one.kv_read,
             cr=one.fed / held if held else 1.0,
-            pages=self.scheduler.held(one),
+            pages=int(self.scheduler.held(one).sum()),
         )
         if one.row is not None:
             self._leave(one)

@@ -217,9 +217,14 @@ class EngineOptions:
         return [*widths, self.prefill_chunk]
 
 
-def pages_for(lengths: np.ndarray, tokens: int, page: int) -> int:
-    """Pages that heads of ``lengths`` [L, H] take at most for ``tokens`` more tokens, whatever is decided."""
-    return int((-(-(lengths + tokens) // page) - -(-lengths // page)).sum(dtype=np.int64))
+def pages_for(lengths: np.ndarray, tokens: int, page: int, shards: int = 1) -> np.ndarray:
+    """Pages [shards] that heads of ``lengths`` [L, H] take at most for ``tokens`` more tokens, whatever is decided."""
+    return per_shard(-(-(lengths + tokens) // page) - -(-lengths // page), shards)
+
+
+def per_shard(pages: np.ndarray, shards: int) -> np.ndarray:
+    """Sums [shards] of numbers [L, H] over layers and the heads of each shard."""
+    return pages.reshape(len(pages), shards, -1).sum((0, 2), dtype=np.int64)
 
 
 def table_width(tokens: int, page: int) -> int:

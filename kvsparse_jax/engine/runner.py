@@ -15,12 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import PartitionSpec, Sharding
 
 from kvsparse_jax.cache import paged, store
+from kvsparse_jax.cache.base import by_shard, shards
 from kvsparse_jax.cache.paged import PagedCache, pages_of
 from kvsparse_jax.cache.report import nbytes, page_bytes
 from kvsparse_jax.cache.spec import CacheSpec
-from kvsparse_jax.engine.requests import MOST_LOGPROBS, EngineOptions, table_width
+from kvsparse_jax.engine.requests import MOST_LOGPROBS, EngineOptions, per_shard, table_width
 from kvsparse_jax.errors import InputError, RunError
 from kvsparse_jax.generation.decode import NOTHING, STOPPED, Model, Sampler, _forward, with_head
 from kvsparse_jax.models import decoder
@@ -46,7 +48,7 @@ def _scores(logits: Array, tokens: Array) -> Scores:
 
 
 class Counts(NamedTuple):
-    """What the host knows of the cache after a step: lengths [L, B, H], pages free, entries lost."""
+    """What the host knows of the cache after a step: lengths [L, B, H], pages free, entries lost (of each shard)."""
 
     lengths: Array
     free: Array
@@ -173,6 +175,15 @@ def _look(cache: PagedCache, row: Array) -> tuple[Head, Array]:
 @functools.partial(jax.jit, donate_argnames="cache")
 def _claim(cache: PagedCache, row: Array, head: Head) -> tuple[PagedCache, Counts, Array]:
     """Gives an empty row the bookkeeping of a sequence and pages (there must be enough); and its page table."""
+    every, heads = PartitionSpec(), cache.along(1)
+    of_head: tuple[Any, ...] = (heads, heads, heads, heads, every)
+    args, specs = (row, head), (every, Head(*of_head))
+    claimed, table = by_shard(_claim_own, cache, args, specs, (cache.specs(), heads))
+    return claimed, _counts(claimed), table
+
+
+def _claim_own(cache: PagedCache, row: Array, head: Head) -> tuple[PagedCache, Array]:
+    """:func:`_claim` of a shard."""
     nth = jnp.arange(cache.tables.shape[3], dtype=jnp.int32)[None, None]
     held = nth < pages_of(cache, head.lengths)[..., None]
     flat = held.reshape(-1).astype(jnp.int32)
@@ -189,7 +200,7 @@ def _claim(cache: PagedCache, row: Array, head: Head) -> tuple[PagedCache, Count
         ring=cache.ring.at[:, row].set(head.ring),
         seen=cache.seen.at[row].set(head.seen),
     )
-    return cache, _counts(cache), table
+    return cache, table
 
 
 _POOL = ("k", "v", "k_scale", "v_scale", "expires", "statistic")
@@ -197,16 +208,27 @@ _POOL = ("k", "v", "k_scale", "v_scale", "expires", "statistic")
 
 @jax.jit
 def _read_pages(cache: PagedCache, ids: Array) -> list[Array]:
-    """Pages ``ids`` [PIECE] of the pool; out of range: anything."""
-    return [x.at[ids].get(mode="clip") for x in cache.pool]
+    """Pages ``ids`` [PIECE] (of each shard: [shards * PIECE]) of the pool; out of range: anything."""
+
+    def read(cache: PagedCache, ids: Array) -> list[Array]:
+        return [x.at[ids].get(mode="clip") for x in cache.pool]
+
+    found: list[Array] = by_shard(read, cache, (ids,), (cache.along(0),), cache.along(0))
+    return found
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
 def _write_pages(cache: PagedCache, ids: Array, data: list[Array]) -> PagedCache:
-    """Writes pages ``ids`` [PIECE]; out of range: nothing."""
-    names = [name for name in _POOL if getattr(cache, name) is not None]
-    new = {name: getattr(cache, name).at[ids].set(x, mode="drop") for name, x in zip(names, data, strict=True)}
-    return dataclasses.replace(cache, **new)
+    """Writes pages ``ids`` as :func:`_read_pages` gives them; out of range: nothing."""
+
+    def write(cache: PagedCache, ids: Array, data: list[Array]) -> PagedCache:
+        names = [name for name in _POOL if getattr(cache, name) is not None]
+        new = {name: getattr(cache, name).at[ids].set(x, mode="drop") for name, x in zip(names, data, strict=True)}
+        return dataclasses.replace(cache, **new)
+
+    pool = cache.along(0)
+    written: PagedCache = by_shard(write, cache, (ids, data), (pool, pool), cache.specs())
+    return written
 
 
 @dataclass(frozen=True)
@@ -215,7 +237,7 @@ class Parcel:
 
     Attributes:
         head: its bookkeeping.
-        pieces: its pages in the order of its table, PIECE at a time.
+        pieces: its pages in the order of its table, PIECE at a time (of each shard).
         pages: how many.
         nbytes: bytes of it all.
     """
@@ -242,6 +264,7 @@ class Runner:
         model, options, spec: what it was made for.
         lengths: [L, B, H], entries that heads hold, as of the last step.
         free: pages that nobody holds, as of the last step.
+        room: of each shard, [shards].
     """
 
     def __init__(self, model: Model, options: EngineOptions):
@@ -255,19 +278,22 @@ class Runner:
         shape: dict[str, Any] = dict(width=width, page=options.page_size, quantisation=options.kv_dtype)
         abstract = jax.eval_shape(functools.partial(paged.init, self.spec, 1, pages=1, **shape))
         one = sum(x.size * x.dtype.itemsize for x in abstract.pool)
-        self.pages = options.pool_bytes // one
+        parts = shards(store.mesh_of(model.sharding), self.spec.kv_heads)
+        self.pages = options.pool_bytes // one // parts * parts
         heads = self.spec.layers * self.spec.kv_heads
         if self.pages < heads:
             raise InputError(
                 f"pool_bytes of {options.pool_bytes} is too small: a token takes a page of {one} bytes in each of "
                 f"{heads} heads, {one * heads} bytes"
             )
-        made = store._new_paged(self.spec, options.slots, pages=self.pages, **shape)
-        self.cache: PagedCache = jax.device_put(made, store._shardings(made, model.sharding))
+        self.cache: PagedCache = store.new(
+            paged.init, self.spec, options.slots, model.sharding, pages=self.pages, **shape
+        )
         self.lengths = np.zeros((self.spec.layers, options.slots, self.spec.kv_heads), np.int32)
-        self.free = self.pages
-        self._piece = min(PIECE, self.pages)
-        self._host = model.sharding.with_memory_kind("pinned_host")
+        self.free, self.room = self.pages, np.full(parts, self.pages // parts, np.int64)
+        self._piece = min(PIECE, self.cache.shard_pages)
+        self._pool: Sharding = store.shardings(self.cache, model.sharding).expires
+        self._host = self._pool.with_memory_kind("pinned_host")
 
     @property
     def nbytes(self) -> int:
@@ -281,9 +307,10 @@ class Runner:
 
     def _took(self, counts: Counts) -> None:
         found = jax.device_get(counts)
-        if int(found.lost):
-            raise RunError(f"{int(found.lost)} entries found no room in the cache: a fault of the engine's accounting")
-        self.lengths, self.free = found.lengths, int(found.free)
+        if lost := int(found.lost.sum()):
+            raise RunError(f"{lost} entries found no room in the cache: a fault of the engine's accounting")
+        self.lengths, self.room = found.lengths, found.free.reshape(-1)
+        self.free = int(self.room.sum())
 
     def prefill(
         self, row: int, tokens: list[int], targets: list[int] | None, hold: int | None
@@ -345,10 +372,14 @@ class Runner:
 
     def _ids(self, table: Array, lengths: Array) -> list[Array]:
         """The pages of a sequence in the order of its table, PIECE at a time, filled up with what is out of range."""
-        held = -(-np.asarray(lengths) // self.options.page_size)
-        ids = np.asarray(table)[np.arange(table.shape[-1]) < held[..., None]]
-        ids = np.pad(ids, (0, -len(ids) % self._piece), constant_values=self.pages)
-        return [jnp.asarray(x.astype(np.int32)) for x in ids.reshape(-1, self._piece)]
+        shards, none = self.cache.shards, self.cache.shard_pages
+        there = np.arange(table.shape[-1]) < -(-np.asarray(lengths) // self.options.page_size)[..., None]
+        parts = zip(*(np.split(np.asarray(x), shards, 1) for x in (table, there)), strict=True)
+        ids = [numbers[held] for numbers, held in parts]
+        most = -(-max(map(len, ids)) // self._piece) * self._piece
+        every = np.stack([np.pad(x, (0, most - len(x)), constant_values=none) for x in ids]).astype(np.int32)
+        starts = range(0, most, self._piece)
+        return [jnp.asarray(every[:, start : start + self._piece].reshape(-1)) for start in starts]
 
     def save(self, row: int) -> Parcel:
         """A copy of a row in host memory."""
@@ -361,20 +392,24 @@ class Runner:
 
     def restore(self, row: int, parcel: Parcel) -> None:
         """Brings a sequence back into an empty row; there must be ``parcel.pages`` free pages."""
-        if parcel.pages > self.free:
+        pages = per_shard(-(-np.asarray(parcel.head.lengths) // self.options.page_size), len(self.room))
+        if np.any(pages > self.room):
             raise RunError(f"{parcel.pages} pages do not fit into {self.free}")
         head = jax.tree.map(jnp.asarray, parcel.head)
         self.cache, counts, table = _claim(self.cache, jnp.asarray(np.int32(row)), head)
         for ids, piece in zip(self._ids(table, head.lengths), parcel.pieces, strict=True):
-            self.cache = _write_pages(self.cache, ids, jax.device_put(piece, self.model.sharding))
+            self.cache = _write_pages(self.cache, ids, jax.device_put(piece, self._pool))
         self._took(counts)
 
     def check(self) -> None:
         """Raises AssertionError when a page is lost, or held twice. For tests: reads all tables."""
         cache = self.cache
         held = np.arange(cache.tables.shape[3]) < np.asarray(pages_of(cache, cache.lengths))[..., None]
-        pages = np.concatenate([np.asarray(cache.tables)[held], np.asarray(cache.free)[: int(cache.free_count)]])
-        assert sorted(pages.tolist()) == list(range(self.pages)), "a page is lost or has two owners"
+        shards, counts = cache.shards, np.asarray(cache.free_count).reshape(-1)
+        split = zip(*(np.split(np.asarray(x), shards, 2) for x in (cache.tables, held)), strict=True)
+        for (table, of), free, count in zip(split, np.split(np.asarray(cache.free), shards), counts, strict=True):
+            pages = np.concatenate([table[of], free[:count]])
+            assert sorted(pages.tolist()) == list(range(cache.shard_pages)), "a page is lost or has two owners"
 
 
 def programs() -> int:

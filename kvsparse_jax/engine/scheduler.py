@@ -5,6 +5,8 @@ counts pages as they are expected to be needed, by the share of old tokens that 
 guess: a step itself is bounded by what it can need at most. From the oldest sequence to the youngest each is given what
 its next tokens may need; when that is not there, the youngest is preempted, and when there is none younger, the
 sequence waits for a step. So the oldest always goes on.
+
+Pages are counted per shard of the KV heads, [shards], each of which has a pool of its own on a mesh.
 """
 
 from dataclasses import dataclass, field
@@ -12,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvsparse_jax.engine.requests import EngineOptions, Request, pages_for
+from kvsparse_jax.engine.requests import EngineOptions, Request, pages_for, per_shard
 from kvsparse_jax.generation.answer import Answer
 
 
@@ -88,13 +90,13 @@ class Plan:
 class Scheduler:
     """The queue and the rows."""
 
-    def __init__(self, options: EngineOptions, pages: int, always_kept: int | None):
+    def __init__(self, options: EngineOptions, shards: int, always_kept: int | None):
         """Args:
         options: of the engine.
-        pages: in the pool.
+        shards: of the KV heads.
         always_kept: newest tokens that always stay; None: all do.
         """
-        self.options, self.pages, self.always_kept = options, pages, always_kept
+        self.options, self.shards, self.always_kept = options, shards, always_kept
         self.waiting: list[Running] = []
         self.running: list[Running] = []
         self.kept = 1.0  # measured: share of the tokens beyond the newest that stay
@@ -115,84 +117,86 @@ class Scheduler:
         self.kept += (share - self.kept) / min(self._measured, 32)
 
     def expected(self, one: Running, tokens: int) -> int:
-        """Pages that a sequence is expected to hold at ``tokens`` tokens."""
-        page, heads = self.options.page_size, one.lengths.size
+        """Pages of a shard that a sequence is expected to hold at ``tokens`` tokens."""
+        page, heads = self.options.page_size, one.lengths.size // self.shards
         newest = tokens if self.always_kept is None else min(tokens, self.always_kept)
         held = newest + self.kept * (tokens - newest)
         # The last page of a head is half full on average.
         return heads * min(-(-tokens // page), int(held / page + 0.5) + 1)
 
-    def _wanted(self, one: Running) -> int:
+    def _wanted(self, one: Running) -> np.ndarray:
         """Pages beyond those it holds that admission counts for a sequence."""
         tokens = len(one.tokens) + int(self.options.reserve * one.answer.left)
-        return max(self.expected(one, tokens) - self.held(one), 0)
+        return np.maximum(self.expected(one, tokens) - self.held(one), 0)
 
-    def held(self, one: Running) -> int:
+    def held(self, one: Running) -> np.ndarray:
         """Pages that a sequence holds or, in host memory, would."""
-        return int((-(-one.lengths // self.options.page_size)).sum())
+        return per_shard(-(-one.lengths // self.options.page_size), self.shards)
 
-    def admit(self, free: int) -> list[Running]:
+    def most(self, one: Running, tokens: int) -> np.ndarray:
+        """Pages beyond those that ``tokens`` more may take."""
+        return pages_for(one.lengths, tokens, self.options.page_size, self.shards)
+
+    def admit(self, free: np.ndarray) -> list[Running]:
         """Takes those that join now, with ``free`` pages, out of the queue."""
         joined: list[Running] = []
-        page = self.options.page_size
         left = free - sum(self._wanted(one) for one in self.running)
         # What the running may need in the next step at most: a sequence that comes back must not push them out again.
-        sure = free - sum(pages_for(one.lengths, 1, page) for one in self.running)
+        sure = free - sum(self.most(one, 1) for one in self.running)
         while self.waiting and len(self.running) + len(joined) < self.options.slots:
             one = self.waiting[0]
             held = self.held(one)
-            cost, least = held + self._wanted(one), held + pages_for(one.lengths, 1, page)
+            cost, least = held + self._wanted(one), held + self.most(one, 1)
             alone = not self.running and not joined
-            if held > sure or (not alone and (cost > left or least > sure)):
+            if np.any(held > sure) or (not alone and np.any((cost > left) | (least > sure))):
                 break
             left, sure = left - cost, sure - least
             joined.append(self.waiting.pop(0))
         return joined
 
-    def plan(self, free: int) -> Plan:
+    def plan(self, free: np.ndarray) -> Plan:
         """The next step, with ``free`` pages. A plan of nothing at all: the oldest cannot go on."""
-        page, chunk = self.options.page_size, self.options.prefill_chunk
+        chunk = self.options.prefill_chunk
         plan = Plan()
         order = sorted(self.running, key=lambda x: x.key)
         position = 0
         budget = chunk
         while position < len(order):
             one = order[position]
-            least = pages_for(one.lengths, 1, page)
-            while least > free and len(order) > position + 1:
+            least = self.most(one, 1)
+            while np.any(least > free) and len(order) > position + 1:
                 youngest = order.pop()
-                free += self.held(youngest)
+                free = free + self.held(youngest)
                 plan.preempt.append(youngest)
             position += 1
-            if least > free:
+            if np.any(least > free):
                 continue
             if not one.prefilling:
                 plan.decode.append(one)
-                free -= least
+                free = free - least
             elif budget > 0:
                 tokens = min(budget, one.goal - one.fed)
-                while pages_for(one.lengths, tokens, page) > free:
+                while np.any(self.most(one, tokens) > free):
                     tokens = (tokens + 1) // 2
                 plan.prefill.append((one, tokens))
                 budget -= tokens
-                free -= pages_for(one.lengths, tokens, page)
+                free = free - self.most(one, tokens)
         if plan.decode and not plan.prefill:
             plan.steps = self._steps(plan.decode, free)
         return plan
 
-    def _steps(self, decode: list[Running], free: int) -> int:
+    def _steps(self, decode: list[Running], free: np.ndarray) -> int:
         """Steps that may be taken at a time when ``free`` pages are left beside those of the first step."""
         left = [one.answer.left for one in decode]
         # Someone who waits gets the row of the first that ends at once.
         steps = min(self.options.burst, min(left) if self.waiting else max(left))
         if any(one.request.session is not None and one.request.sampling.stop for one in decode):
             return 1  # the cache of a session ends where its text does
-        page = self.options.page_size
 
-        def more(steps: int) -> int:
+        def more(steps: int) -> np.ndarray:
             pairs = zip(decode, left, strict=True)
-            return sum(pages_for(x.lengths, min(steps, n), page) - pages_for(x.lengths, 1, page) for x, n in pairs)
+            return np.sum([self.most(x, min(steps, n)) - self.most(x, 1) for x, n in pairs], 0)
 
-        while steps > 1 and more(steps) > free:
+        while steps > 1 and np.any(more(steps) > free):
             steps //= 2
         return max(steps, 1)

@@ -26,6 +26,9 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
 """Logical axis -> mesh axes over which it is divided; None is replicated."""
 
 
+KV_AXIS = "tensor"
+"""Mesh axis over which KV heads are divided, with their queries and their cache."""
+
 WHOLE = "fsdp"
 """Mesh axis over which weights are stored in pieces that come together before they are used."""
 
