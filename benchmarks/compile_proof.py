@@ -12,8 +12,7 @@ which collectives run, how often and how large. A case fails where
 * activations are summed over devices that divide the weights: all rows would then be computed everywhere;
 * an array has two axes as long as the sequence: attention is blockwise.
 
-A decode step instead may gather no more than the logits of its sequences, and is compared with the planner's bytes. It
-runs as the product runs it: on several devices the page pool is whole on each of them, which the report shows.
+A decode step instead may gather no more than the logits of its sequences, and is compared with the planner's bytes.
 
 It says nothing about speed.
 """
@@ -34,6 +33,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -54,6 +54,9 @@ from train.config import RetrofitConfig, load_preset
 from train.step import Batch, Objective, State, make_step
 
 ROOT = Path(__file__).resolve().parent.parent
+
+HOST = 8
+"""Devices of a host; numbers of devices that follow one another are on one."""
 
 
 @dataclass(frozen=True)
@@ -82,16 +85,25 @@ CASES = {
     "h100-llama-1b": Case("Llama-3.2-1B", "llama-3.2-1b", "h100", (1, 1, 1), 8, 4096),
     "h100x8-qwen3-8b": Case("Qwen3-8B", "qwen3-8b", "h100", (1, 8, 1), 8, 32768),
     "h100x8-r1-32b": Case("R1-distill-Qwen-32B", "qwen3-8b", "h100", (1, 8, 1), 8, 32768),
+    # More hosts of 8: rows over all of them, weights in pieces on each host, or in pieces over all.
+    "h100x64-qwen3-8b": Case("Qwen3-8B", "qwen3-8b", "h100", (8, 8, 1), 64, 32768),
+    "h100x512-qwen3-8b": Case("Qwen3-8B", "qwen3-8b", "h100", (64, 8, 1), 512, 32768),
+    "h100x64-qwen3-8b-fsdp": Case("Qwen3-8B", "qwen3-8b", "h100", (1, 64, 1), 64, 32768),
+    "h100x512-qwen3-8b-fsdp": Case("Qwen3-8B", "qwen3-8b", "h100", (1, 512, 1), 512, 32768),
+    "h100x64-r1-32b": Case("R1-distill-Qwen-32B", "qwen3-8b", "h100", (8, 8, 1), 64, 32768),
+    "h100x512-r1-32b": Case("R1-distill-Qwen-32B", "qwen3-8b", "h100", (64, 8, 1), 512, 32768),
+    "h100x64-r1-32b-fsdp": Case("R1-distill-Qwen-32B", "qwen3-8b", "h100", (1, 64, 1), 64, 32768),
+    "h100x512-r1-32b-fsdp": Case("R1-distill-Qwen-32B", "qwen3-8b", "h100", (1, 512, 1), 512, 32768),
     "v5e-8-qwen3-8b": Case("Qwen3-8B", "qwen3-8b", "v5e", (1, 8, 1), 8, 8192),
     "v6e-8-qwen3-8b": Case("Qwen3-8B", "qwen3-8b", "v6e", (1, 8, 1), 8, 32768),
     "cpu-decode": Case("SmolLM2-135M", None, "cpu", (1, 1, 1), 4, 2048),
     "cpu-decode-tensor": Case("SmolLM2-135M", None, "cpu", (1, 1, 3), 4, 2048),
-    "h100-decode-llama-1b": Case("Llama-3.2-1B", None, "h100", (1, 1, 1), 256, 32768),
+    "h100-decode-llama-1b": Case("Llama-3.2-1B", None, "h100", (1, 1, 1), 448, 32768),
     "h100-decode-qwen3-8b": Case("Qwen3-8B", None, "h100", (1, 1, 1), 80, 32768),
-    "h100x8-decode-qwen3-8b": Case("Qwen3-8B", None, "h100", (1, 1, 8), 64, 32768),
-    "h100x8-decode-r1-32b": Case("R1-distill-Qwen-32B", None, "h100", (1, 1, 8), 48, 32768),
-    "v5e-8-decode-qwen3-8b": Case("Qwen3-8B", None, "v5e", (1, 1, 8), 8, 32768),
-    "v6e-8-decode-qwen3-8b": Case("Qwen3-8B", None, "v6e", (1, 1, 8), 16, 32768),
+    "h100x8-decode-qwen3-8b": Case("Qwen3-8B", None, "h100", (1, 1, 8), 800, 32768),
+    "h100x8-decode-r1-32b": Case("R1-distill-Qwen-32B", None, "h100", (1, 1, 8), 408, 32768),
+    "v5e-8-decode-qwen3-8b": Case("Qwen3-8B", None, "v5e", (1, 1, 8), 128, 32768),
+    "v6e-8-decode-qwen3-8b": Case("Qwen3-8B", None, "v6e", (1, 1, 8), 288, 32768),
 }
 
 
@@ -117,7 +129,10 @@ def devices(target: str, count: int) -> list[jax.Device]:
     description = (ROOT / "kernels" / "targets" / f"{target}.txtpb").read_text()
     return list(
         topologies.get_topology_desc(
-            topology_name=target, platform="cuda", target_config=description, topology=f"1x1x{count}"
+            topology_name=target,
+            platform="cuda",
+            target_config=description,
+            topology=f"1x{-(-count // HOST)}x{min(count, HOST)}",
         ).devices
     )
 
@@ -185,7 +200,7 @@ def _training(case: Case, config: ModelConfig, mesh: Mesh) -> tuple[Any, tuple[A
 
 def _planned(case: Case, config: ModelConfig) -> plan.Plan:
     device = plan.find("H100" if case.target == "cpu" else case.target)
-    return plan.Plan(config, device, plan.Workload(case.length), plan.Compression("dms", 8.0, 512))
+    return plan.Plan(config, device, plan.Workload(case.length), plan.Compression("dms", 8.0, 512), case.mesh[2])
 
 
 def _decode(case: Case, config: ModelConfig, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
@@ -193,9 +208,9 @@ def _decode(case: Case, config: ModelConfig, mesh: Mesh) -> tuple[Any, tuple[Any
     place = functools.partial(_placed, mesh)
     policy = DMS(None, window=512)
     policy = dataclasses.replace(policy, params=jax.tree.map(place, policy.abstract_params(config)))
-    pages = math.ceil(case.rows * _planned(case, config).pages())
+    planned = _planned(case, config)
+    pages = math.ceil(case.rows * planned.pages()) * planned.shards
     spec = dataclasses.replace(CacheSpec.of(config, policy, jnp.bfloat16), max_positions=case.length)
-    pages = -(-pages // mesh.size) * mesh.size
     shape: dict[str, Any] = dict(pages=pages, width=bucket(case.length // 64), mesh=mesh)
     cache = jax.eval_shape(lambda: paged.init(spec, case.rows, **shape))
     where = shardings(cache, NamedSharding(mesh, PartitionSpec()))
@@ -224,16 +239,56 @@ class Collective:
         shape: of its largest array, as XLA writes it.
         nbytes: of that.
         times: how often a step runs it, as far as the trip counts of its loops are known.
+        total: bytes of all arrays that it results in.
+        devices: that take part in it together.
+        hosts: on how many hosts those are.
     """
 
     kind: str
     shape: str
     nbytes: int
     times: int
+    total: int
+    devices: int
+    hosts: int
+
+    @property
+    def sent(self) -> float:
+        """Bytes that each device sends in one run, in a ring."""
+        n = self.devices
+        share = {"all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1, "collective-permute": 1}
+        return self.total * share.get(self.kind, (n - 1) / n)
 
 
 def _arrays(text: str) -> list[tuple[str, tuple[int, ...]]]:
     return [(kind, tuple(map(int, dims.split(",")) if dims else ())) for kind, dims in _ARRAY.findall(text)]
+
+
+def _groups(line: str) -> np.ndarray:
+    """Numbers of the devices that take part in a collective together, [groups, devices of each]."""
+    if mesh := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", line):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
+        inner = re.findall(r"'(\w+)'", mesh[2])
+        order = [i for i, name in enumerate(sizes) if name not in inner] + [list(sizes).index(name) for name in inner]
+        table = np.arange(math.prod(sizes.values())).reshape(*sizes.values()).transpose(order)
+        return table.reshape(-1, math.prod(sizes[name] for name in inner))
+    if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
+        dims = list(map(int, iota[3].split(",")))
+        order = list(map(int, iota[4].split(","))) if iota[4] else list(range(len(dims)))
+        return np.arange(math.prod(dims)).reshape(dims).transpose(order).reshape(int(iota[1]), int(iota[2]))
+    if told := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}", line):
+        return np.asarray([list(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", told[1])])
+    return np.zeros((1, 1), int)
+
+
+def _trips(line: str, bodies: dict[str, list[str]]) -> int:
+    """How often the loop of a line runs: as XLA says, or as its condition compares a counter with a constant."""
+    if told := re.search(r'known_trip_count":\{"n":"(\d+)"', line):
+        return int(told[1])
+    condition = re.search(r"condition=%?([\w.-]+)", line)
+    text = "\n".join(bodies.get(condition[1], ())) if condition else ""
+    bounds = re.findall(r"= s32\[\]\S* constant\((\d+)\)", text)
+    return int(bounds[0]) if len(bounds) == 1 and re.search(r"compare\(.*direction=LT", text) else 1
 
 
 def collectives(hlo: str) -> list[Collective]:
@@ -250,24 +305,29 @@ def collectives(hlo: str) -> list[Collective]:
     def visit(name: str, factor: int) -> None:
         times[name] = times.get(name, 0) + factor
         for line in bodies.get(name, ()):
-            trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
             for kind, callees in re.findall(
                 r"(body|to_apply|calls|\w+_computations?)=\{?((?:%?[\w.-]+(?:, )?)+)", line
             ):
                 for callee in re.findall(r"%([\w.-]+)", callees):
-                    visit(callee, factor * (int(trips[1]) if trips and kind == "body" else 1))
+                    visit(callee, factor * (_trips(line, bodies) if kind == "body" else 1))
 
     visit(entry[1] if entry else "", 1)
     found = []
     for name, lines in bodies.items():
         for line in lines:
-            match = re.search(rf"= (.*?) ({_KINDS})(?:-start)?\(", line)
+            match = re.search(rf"= (.*?) ({_KINDS})(?:-start)?\(([^)]*)\)", line)
             if match and times.get(name):
                 sizes = [
                     (math.prod(dims) * _BYTES.get(kind, 4), f"{kind}{list(dims)}") for kind, dims in _arrays(match[1])
                 ]
                 nbytes, shape = max(sizes)
-                found.append(Collective(match[2], shape, nbytes, times[name]))
+                # What starts and ends apart has its operands before the results.
+                count = match[3].count("%")
+                results = sizes[count : 2 * count] if len(sizes) >= 2 * count else sizes
+                groups = _groups(line)
+                hosts = max(len(set(group // HOST)) for group in groups)
+                total = sum(size for size, _ in results)
+                found.append(Collective(match[2], shape, nbytes, times[name], total, groups.shape[1], hosts))
     return found
 
 
@@ -306,13 +366,15 @@ def prove(case: Case) -> dict[str, Any]:
     held += memory.temp_size_in_bytes
     totals: dict[str, dict[str, int]] = {}
     for one in collectives(hlo):
-        kind = totals.setdefault(one.kind, {"programs": 0, "runs": 0, "bytes": 0, "largest": 0})
+        empty = {"programs": 0, "runs": 0, "bytes": 0, "largest": 0, "sent": 0, "sent_between_hosts": 0}
+        kind = totals.setdefault(one.kind, empty)
         kind["programs"] += 1
         kind["runs"] += one.times
-        kind["bytes"] += one.times * one.nbytes
+        kind["bytes"] += one.times * one.total
+        kind["sent" if one.hosts == 1 else "sent_between_hosts"] += round(one.times * one.sent)
         kind["largest"] = max(kind["largest"], one.nbytes)
     planned = None
-    if case.preset is None and case.mesh == (1, 1, 1):
+    if case.preset is None:
         planned = _planned(case, config).memory(case.rows)
     return {
         "case": asdict(case),
