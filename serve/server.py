@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import contextlib
+import functools
 import hmac
 import itertools
 import json
@@ -13,7 +14,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -27,6 +28,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 import kvsparse_jax as kvs
 from kvsparse_jax import cli
@@ -141,12 +143,20 @@ class Worker:
         self._thread.join()
 
     async def submit(self, request: Request) -> tuple[int, _Stream]:
-        """Hands a request over. Raises what ``Engine.submit`` raises."""
+        """Hands a request over; giving up the wait cancels it. Raises what ``Engine.submit`` raises."""
         stream, future = _Stream(asyncio.get_running_loop()), Future[int]()
-        if self.failed:
-            raise _Refused(503, "the engine has failed")
         self._inbox.put((request, stream, future))
-        return await asyncio.wrap_future(future), stream
+        if self.failed:  # after the engine's thread has answered all that had come in
+            raise _Refused(503, "the engine has failed")
+        try:
+            return await asyncio.wrap_future(future), stream
+        except asyncio.CancelledError:
+            future.add_done_callback(self._unwanted)
+            raise
+
+    def _unwanted(self, future: "Future[int]") -> None:
+        if not future.cancelled() and future.exception() is None:
+            self.cancel(future.result())
 
     def cancel(self, number: int) -> None:
         """Ends a request; one that has ended already stays as it is."""
@@ -166,6 +176,11 @@ class Worker:
             self.failed = True
             for stream in self._streams.values():
                 stream.put(None)
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    item = self._inbox.get_nowait()
+                    if isinstance(item, tuple) and item[2].set_running_or_notify_cancel():
+                        item[2].set_exception(_Refused(503, "the engine has failed"))
 
     def _read(self) -> bool:
         """Takes what has come in, and waits for something when there is nothing to do; False: stop."""
@@ -181,6 +196,8 @@ class Worker:
                 self._streams.pop(item, None)
                 continue
             request, stream, future = item
+            if not future.set_running_or_notify_cancel():
+                continue
             try:
                 number = self.engine.submit(request)
             except (InputError, BusyError) as error:
@@ -349,7 +366,7 @@ class Server:
             self._cancel(streams)
             raise
         if body.stream:
-            return StreamingResponse(self._events(body, streams, shown), media_type="text/event-stream")
+            return _EventStream(self._events(body, streams, shown), functools.partial(self._cancel, streams))
         reading = asyncio.ensure_future(self._all(streams, body.n))
         leaving = asyncio.ensure_future(_left(http))
         try:
@@ -384,7 +401,7 @@ class Server:
         return found
 
     async def _events(self, body: _Body, streams: list[tuple[int, _Stream]], shown: "_Shown") -> AsyncIterator[str]:
-        """Server-sent events; whoever stops listening cancels."""
+        """Server-sent events."""
         merged: asyncio.Queue[tuple[int, Piece] | BaseException | None] = asyncio.Queue()
 
         async def forward(at: int, stream: _Stream) -> None:
@@ -418,7 +435,20 @@ class Server:
         finally:
             for task in tasks:
                 task.cancel()
-            self._cancel(streams)
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events; ``end`` is called when they are over, also where the client left before the first."""
+
+    def __init__(self, events: AsyncIterator[str], end: Callable[[], None]):
+        super().__init__(events, media_type="text/event-stream")
+        self._end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._end()
 
 
 class _Shown:
@@ -478,7 +508,8 @@ class _Text(_Shown):
         if self.body.logprobs is None:
             return None
         tokens = [self.token(one) for one in ids]
-        top = [None if s is None else {self.token(i): value for i, value in s.top} for s in scores]
+        # Tokens that are no text by themselves look alike; the most probable one stays.
+        top = [None if s is None else {self.token(i): value for i, value in reversed(s.top)} for s in scores]
         return {
             "tokens": tokens,
             "token_logprobs": [None if s is None else s.value for s in scores],
