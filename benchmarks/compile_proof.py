@@ -85,6 +85,9 @@ CASES = {
     "h100-llama-1b": Case("Llama-3.2-1B", "llama-3.2-1b", "h100", (1, 1, 1), 8, 4096),
     "h100x8-qwen3-8b": Case("Qwen3-8B", "qwen3-8b", "h100", (1, 8, 1), 8, 32768),
     "h100x8-r1-32b": Case("R1-distill-Qwen-32B", "qwen3-8b", "h100", (1, 8, 1), 8, 32768),
+    # Longer than the recipe: what a device holds without dividing the sequence.
+    "h100x8-qwen3-8b-128k": Case("Qwen3-8B", "qwen3-8b", "h100", (1, 8, 1), 8, 131072),
+    "h100x8-r1-32b-64k": Case("R1-distill-Qwen-32B", "qwen3-8b", "h100", (1, 8, 1), 8, 65536),
     # More hosts of 8: rows over all of them, weights in pieces on each host, or in pieces over all.
     "h100x64-qwen3-8b": Case("Qwen3-8B", "qwen3-8b", "h100", (8, 8, 1), 64, 32768),
     "h100x512-qwen3-8b": Case("Qwen3-8B", "qwen3-8b", "h100", (64, 8, 1), 512, 32768),
@@ -102,8 +105,8 @@ CASES = {
     "h100-decode-qwen3-8b": Case("Qwen3-8B", None, "h100", (1, 1, 1), 80, 32768),
     "h100x8-decode-qwen3-8b": Case("Qwen3-8B", None, "h100", (1, 1, 8), 800, 32768),
     "h100x8-decode-r1-32b": Case("R1-distill-Qwen-32B", None, "h100", (1, 1, 8), 408, 32768),
-    "v5e-8-decode-qwen3-8b": Case("Qwen3-8B", None, "v5e", (1, 1, 8), 128, 32768),
-    "v6e-8-decode-qwen3-8b": Case("Qwen3-8B", None, "v6e", (1, 1, 8), 288, 32768),
+    "v5e-8-decode-qwen3-8b": Case("Qwen3-8B", None, "v5e", (1, 1, 8), 48, 32768),
+    "v6e-8-decode-qwen3-8b": Case("Qwen3-8B", None, "v6e", (1, 1, 8), 128, 32768),
 }
 
 

@@ -18,6 +18,10 @@ DETECT = "auto"
 """Instead of an address: what JAX finds by itself (SLURM, Kubernetes, Cloud TPU, Open MPI)."""
 
 
+HEARTBEAT = 30
+"""Seconds after which a process that gives no sign of life counts as dead, and the others end with an error."""
+
+
 def start(coordinator: str | None = None, processes: int | None = None, process_id: int | None = None) -> None:
     """Joins the other processes; has to come before anything else that asks JAX for its devices.
 
@@ -50,7 +54,13 @@ def start(coordinator: str | None = None, processes: int | None = None, process_
             raise InputError(f"process_id must be from 0 to {processes - 1}, not {process_id}")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
-        jax.distributed.initialize(None if coordinator == DETECT else coordinator, processes, process_id)
+        jax.distributed.initialize(
+            None if coordinator == DETECT else coordinator,
+            processes,
+            process_id,
+            heartbeat_timeout_seconds=HEARTBEAT,
+            shutdown_timeout_seconds=HEARTBEAT,
+        )
     except ValueError as error:
         raise InputError(f"nothing here says which processes there are ({error}): give their numbers") from None
     except RuntimeError as error:

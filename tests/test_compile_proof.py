@@ -1,11 +1,14 @@
 """Proof by compilation: what is read from a compiled program, and that the step is divided as it should be."""
 
 import dataclasses
+import json
 
 import pytest
 
 from benchmarks import compile_proof as proof
+from benchmarks import weak_scaling
 from benchmarks.compile_proof import CASES
+from kvsparse_jax import plan
 
 HLO = """
 %body (p: (s32[], bf16[8,16])) -> (s32[], bf16[8,16]) {
@@ -78,3 +81,23 @@ def test_decode_step_takes_what_the_planner_counts(name):
 def test_bad_case(capsys):
     assert proof.main(["--case", "gpu"]) == 2
     assert "no case is named gpu" in capsys.readouterr().err
+
+
+def test_scaling_on_paper(tmp_path, capsys):
+    """By hand: what is sent over what links attain; dense products are 2 FLOPs per weight, token and pass."""
+    case = dataclasses.replace(CASES["h100x64-qwen3-8b"], length=1)
+    gather = {"runs": 1000, "sent": 450e9, "sent_between_hosts": 0}
+    reduce = {"runs": 0, "sent": 0, "sent_between_hosts": 100e9}
+    found = weak_scaling.scaling(
+        case, {"a": gather, "b": reduce}, plan.find("H100"), 50e9, plan.Efficiency(bandwidth=0.5, flops=0.5)
+    )
+    assert (found.devices, found.seconds_host, found.seconds_network) == (64, pytest.approx(2.008), 4.0)
+    assert found.flops == pytest.approx(4 * 2 * (8.19e9 - 151936 * 4096), rel=1e-3)
+    assert found.apart == pytest.approx(found.seconds_products / (found.seconds_products + 6.008))
+    target = tmp_path / "scaling.json"
+    assert weak_scaling.main(["--json", str(target)]) == 0  # of the stored report
+    stored = json.loads(target.read_text())
+    assert stored["h100x8-qwen3-8b"]["network_bytes"] == 0 < stored["h100x512-qwen3-8b-fsdp"]["network_bytes"]
+    assert 0.5 < stored["h100x512-r1-32b-fsdp"]["apart"] < stored["h100x512-r1-32b"]["apart"] < 1
+    assert weak_scaling.main(["--report", str(tmp_path / "none.json")]) == 2
+    assert "there is no" in capsys.readouterr().err
