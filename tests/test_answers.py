@@ -24,7 +24,7 @@ def model(golden_models, tmp_path_factory):
 def test_answers_are_those_of_sessions(model):
     """Scores, truncation and entries, against sessions driven by hand, one prompt at a time."""
     lm = kvs.load(model, dtype="float32")
-    drawn = examples("niah_single", lm.tokenizer, length=1600, count=2)
+    drawn = examples("niah_single", lm.tokenizer, length=700, count=2)
     methods = {"H2O": kvs.H2O(budget=64), "quarter": lambda length: kvs.TOVA(budget=length // 4)}
     found = answers(lm, methods, drawn, "after", batch_size=2, max_new_tokens=3)
     assert [a.method for a in found] == ["dense", "H2O", "quarter"]

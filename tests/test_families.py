@@ -52,7 +52,7 @@ def directories(golden_models, tmp_path_factory):
     )
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     special = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    for name in FAMILIES:
+    for name in ("qwen3_sharded", *FAMILIES):
         shutil.copytree(golden_models / name, root / name)
         tokenizer.save(str(root / name / "tokenizer.json"))
         (root / name / "tokenizer_config.json").write_text(
@@ -210,14 +210,11 @@ def kvzip_plus(lm, ids, n):
     return np.asarray(found)
 
 
-@pytest.mark.parametrize(
-    ("name", "train"), [*((name, "adapter") for name in FAMILIES), ("qwen3_moe", "lora"), ("deepseek_v3", "lora")]
-)
-def test_retrofit_evaluate_and_load_again(directories, tmp_path, name, train, capsys):
-    text = documents(tmp_path / "text.jsonl")
+def retrofit(directory, tmp_path, **settings):
+    """Three steps of two rows of 32 tokens; the saved model, and the one before."""
     config = RetrofitConfig(
-        model=str(directories / name),
-        data=(str(text),),
+        model=str(directory),
+        data=(str(documents(tmp_path / "text.jsonl")),),
         output=str(tmp_path / "run"),
         target_cr=2.0,
         window=4,
@@ -226,34 +223,42 @@ def test_retrofit_evaluate_and_load_again(directories, tmp_path, name, train, ca
         sequence_length=32,
         lr=1e-2,
         dtype="float32",
-        train=train,
         init="zero",
         mesh_data=1,
         tensorboard=False,
         save_every=0,
         calibrate_rows=4,
+        **settings,
     )
-    run = trainer.train(config)
-    lm = kvs.load(run.output, dtype="float32")
-    before = kvs.load(directories / name, dtype="float32")
+    output = trainer.train(config).output
+    lm, before = (kvs.load(path, dtype="float32") for path in (output, directory))
     assert isinstance(lm.policy, kvs.DMS) and lm.config.evicting == before.config.evicting
     changed = jax.tree.map(lambda a, b: bool((a != b).any()), lm.params, before.params)
-    paths = {jax.tree_util.keystr(path) for path, moved in jax.tree.leaves_with_path(changed) if moved}
-    if train == "adapter":
-        assert not paths
-    else:  # experts, routers and norms are frozen
-        assert paths and not any(word in path for path in paths for word in ("experts", "router", "norm", "embed"))
+    return lm, {jax.tree_util.keystr(path) for path, moved in jax.tree.leaves_with_path(changed) if moved}, output
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_retrofit_evaluate_and_load_again(directories, tmp_path, name, capsys):
+    lm, changed, output = retrofit(directories / name, tmp_path, train="adapter")
+    assert not changed
     ids = np.asarray(rows_of(lm, (32, 32), 7))
-    texts = evaluate.Sequences(ids, ("a", "b"))
-    report = evaluate.evaluate(lm, [texts])
+    report = evaluate.evaluate(lm, [evaluate.Sequences(ids, ("a", "b"))])
     assert {r.role for r in report.results} >= {"own", "equal_memory"}
     assert all(np.isfinite(r.quality.kl.mean) for r in report.results)
     replayed = lm.replay(ids, prefill=20, page_size=4)
     np.testing.assert_allclose(replayed.logits, lm.logits(ids), rtol=0, atol=1e-4)
-    if train == "adapter":
-        asked = ["--prompt", "cache token head", "--max-new-tokens", "4", "--temperature", "0", "--raw"]
-        assert generate.main(["--model", str(run.output), *asked]) == 0
-        assert capsys.readouterr().out.strip()
+    asked = ["--prompt", "cache token head", "--max-new-tokens", "4", "--temperature", "0", "--raw"]
+    assert generate.main(["--model", str(output), *asked]) == 0
+    assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize("name", ["qwen3_sharded", *FAMILIES])
+def test_lora(directories, tmp_path, name):
+    """Projections change; experts, routers, norms and embeddings are frozen."""
+    lm, changed, _ = retrofit(directories / name, tmp_path, train="lora")
+    frozen = ("experts", "router", "norm", "embed")
+    assert changed and not any(word in path for path in changed for word in frozen)
+    assert np.isfinite(lm.logits(np.asarray(rows_of(lm, (32,), 7)))).all()
 
 
 def test_a_warm_start_evicts_the_wished_share_where_it_may(golden_models):
