@@ -5,7 +5,7 @@
     python -m benchmarks.serving --soak 30 --model tests/data/methods/3_model/adapter
 
 Clients in a closed loop (each sends the next request when its last one has ended) keep two engines busy whose pools
-have the same bytes: one keeps everything, one evicts. The engines take turns of some seconds, so that a noisy machine
+have the same bytes: one keeps everything, one evicts. The engines take turns of a minute, so that a noisy machine
 disturbs both alike; what came before every client has been answered once is not counted. There is no checkpoint with
 trained gates at this ratio to measure, so the gates are those of ``benchmarks.decode``: a DMS policy computes its
 logits, and their signs are replaced so that a fixed share of the tokens of each head stays, unevenly over layers and
@@ -454,8 +454,8 @@ def _parser() -> cli.Parser:
     p.add_argument("--burst", type=int, default=8, unit="steps", help="of decoding at a time")
     p.add_argument("--reserve", type=float, default=0.5, help="see EngineOptions")
     p.add_argument("--most", type=int, default=64, unit="rows", help="of an engine at most")
-    p.add_argument("--rounds", type=int, default=8, help="turns of each engine that count; 0: no closed loop")
-    p.add_argument("--turn", type=float, default=20.0, unit="s", help="of an engine before the other")
+    p.add_argument("--rounds", type=int, default=6, help="turns of each engine that count; 0: no closed loop")
+    p.add_argument("--turn", type=float, default=60.0, unit="s", help="of an engine before the other")
     p.add_argument("--batch", type=int, default=32, unit="rows", help="of the measurement of the host's share; 0: none")
     p.add_argument("--overhead-prompt", type=int, default=128, unit="tokens", help="of its prompts")
     p.add_argument("--overhead-steps", type=int, default=10, help="bursts that it takes")
