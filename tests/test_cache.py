@@ -88,10 +88,11 @@ def poison(cache):
         return None if x is None else jnp.where(jnp.asarray(mask), x, jnp.asarray(value, x.dtype))
 
     eight_bit = cache.k_scale is not None
+    of_v = np.repeat(used.reshape(*cache.v.shape[:2], -1), cache.channels // 2, -1)
     return dataclasses.replace(
         cache,
-        k=fill(cache.k, used[:, None, :], 99 if eight_bit else np.nan),
-        v=fill(cache.v, used[:, :, None], 99 if eight_bit else np.nan),
+        k=fill(cache.k, of_v if cache.token_major else used[:, None, :], 99 if eight_bit else np.nan),
+        v=fill(cache.v, of_v, 99 if eight_bit else np.nan),
         k_scale=fill(cache.k_scale, used, np.nan),
         v_scale=fill(cache.v_scale, used, np.nan),
         expires=jnp.asarray(np.where(used, np.asarray(cache.expires), NEVER), jnp.int32),
@@ -322,6 +323,21 @@ def test_sliding_window_layers(window, module):
     )
     for size in (1, 6, 23) if module is paged else (6,):
         check_against(case, module, make(case, module), chunkings(23, 32, size))
+
+
+@pytest.mark.parametrize(("dim", "rows", "size"), [(8, (1, 32), 1), (64, (2, 128), 6), (96, (4, 96), 6)])
+def test_layout_of_tpus(monkeypatch, dim, rows, size):
+    """Tokens side by side in rows of 128 numbers: the same entries and outputs, and the bytes of the other layout."""
+    monkeypatch.setattr(paged, "_on_tpu", lambda mesh: True)
+    case = random_case(
+        np.random.default_rng(6), layers=2, window=3, shift=1, local=(9, None), pads={0: slice(0, 5)}, dim=dim
+    )
+    cache = make(case, paged)
+    assert cache.k.shape[1:] == cache.v.shape[1:] == rows and cache.channels == 2 * dim
+    check_against(case, paged, cache, chunkings(23, 32, size))
+    if dim == 8:
+        test_dropping_slots()
+        test_report_counts_bytes_of_arrays()
 
 
 @hypothesis.given(data=st.data())

@@ -101,6 +101,23 @@ def test_equals_a_loop_over_heads(name, implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["decode", "long chunk"])
+@pytest.mark.parametrize("side_by_side", [1, 2])
+def test_tokens_side_by_side(name, implementation, side_by_side):
+    """The pool of a TPU: keys as values, several tokens in a row."""
+    q, k, v, tables, lengths, *_, parts = problem(name)
+    k = k.swapaxes(1, 2)
+    rows = k.shape[0], k.shape[1] // side_by_side, k.shape[2] * side_by_side
+    part = ragged_attention(
+        *map(jnp.asarray, (q, k.reshape(rows), v.reshape(rows), tables, lengths)),
+        scale=0.4,
+        token_major=True,
+        implementation=implementation,
+    )
+    check(part, expected(q, parts, None, 0.4), 1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["decode", "long chunk"])
 def test_double_precision(name, implementation):
     q, k, v, tables, lengths, _, _, parts = problem(name)
     with jax.enable_x64(True):
@@ -173,8 +190,11 @@ def test_bad_arguments():
     q, k, v, tables, lengths, scales, expires = map(jnp.asarray, problem("decode")[:-1])
     with pytest.raises(NotImplementedError, match="no implementation 'fast'"):
         ragged_attention(q, k, v, tables, lengths, scale=1.0, implementation="fast")
-    with pytest.raises(ValueError, match="do not fit"):
-        ragged_attention(q, k, k, tables, lengths, scale=1.0)
+    with pytest.raises(NotImplementedError, match="channels first"):
+        ragged_attention(q, v, v, tables, lengths, scale=1.0, token_major=True, implementation="mosaic")
+    for wrong, token_major in ((k, False), (v, True)):
+        with pytest.raises(ValueError, match="do not fit"):
+            ragged_attention(q, k, wrong, tables, lengths, scale=1.0, token_major=token_major)
     with pytest.raises(ValueError, match="do not fit"):
         ragged_attention(q, k, v, tables[0], lengths, scale=1.0)
     with pytest.raises(ValueError, match="cannot be shared"):

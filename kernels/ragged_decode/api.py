@@ -1,5 +1,8 @@
 """Entry point of attention over a paged cache: checks the arguments and chooses an implementation."""
 
+import functools
+
+import jax.numpy as jnp
 from jax import Array
 
 from kernels.partial import Partial
@@ -21,6 +24,7 @@ def ragged_attention(
     v_scale: Array | None = None,
     expires: Array | None = None,
     q_positions: Array | None = None,
+    token_major: bool = False,
     implementation: str | None = None,
 ) -> Partial:
     """Grouped-query attention of T queries over the entries that each (sequence, KV head) holds in a pool of pages.
@@ -42,6 +46,7 @@ def ragged_attention(
             means the bits of float8_e4m3fn (XLA:CPU would widen a whole pool of that dtype to write to it).
         expires: [P, page] int32, last query position that may see the entry; with ``q_positions`` [B, T] int32. Without
             them every entry is visible to every query, as in one-token decoding, where expired entries are gone.
+        token_major: k is [P, page, D], too; or k and v are [P, page / n, n D], n tokens side by side in a row.
         implementation: "mosaic" (Hopper GPUs; :func:`kernels.ragged_decode.mosaic.unsupported` says why not), "xla" or
             "reference"; None takes the best for this device and these arguments. A named one never falls back.
 
@@ -54,7 +59,11 @@ def ragged_attention(
         NotImplementedError: unknown implementation, or one that cannot do this.
     """
     pages, dim, page = k.shape
-    if v.shape not in ((pages, page, dim), (pages, page, 0)) or q.ndim != 4 or q.shape[3] != dim:
+    if token_major:
+        fits = q.ndim == 4 and not k.shape[2] % q.shape[3] and v.shape in (k.shape, (*k.shape[:2], 0))
+    else:
+        fits = q.ndim == 4 and q.shape[3] == dim and v.shape in ((pages, page, dim), (pages, page, 0))
+    if not fits:
         raise ValueError(f"q [B, Hq, T, D], k [P, D, page], v [P, page, D] do not fit: {q.shape}, {k.shape}, {v.shape}")
     if tables.ndim != 3 or lengths.shape != tables.shape[:2] or tables.shape[0] != q.shape[0]:
         raise ValueError(
@@ -66,9 +75,17 @@ def ragged_attention(
         raise ValueError("k_scale and v_scale, expires and q_positions: each pair is given or left out together")
     if soft_cap is not None and soft_cap <= 0:
         raise ValueError(f"soft_cap has to be positive, not {soft_cap}")
-    name = implementation or ("xla" if mosaic.unsupported(q, k, tables, k_scale is not None) else "mosaic")
+    if implementation == "mosaic" and token_major:
+        raise NotImplementedError("mosaic reads keys with channels first, not token_major; xla and reference read both")
+    other = token_major or mosaic.unsupported(q, k, tables, k_scale is not None)
+    name = implementation or ("xla" if other else "mosaic")
     if name not in IMPLEMENTATIONS:
         known = sorted(IMPLEMENTATIONS)
         raise NotImplementedError(f"no implementation {name!r} of ragged_attention; there are {known}")
     attention = IMPLEMENTATIONS[name]
+    if token_major and name == "xla":
+        attention = functools.partial(xla.attention, token_major=True)
+    elif token_major:
+        k = k.reshape(pages, -1, q.shape[3]).swapaxes(1, 2)
+        v = v.reshape(pages, k.shape[2], -1) if v.size else jnp.zeros((pages, k.shape[2], 0), v.dtype)
     return attention(q, k, v, k_scale, v_scale, tables, lengths, expires, q_positions, scale=scale, soft_cap=soft_cap)

@@ -37,6 +37,13 @@ class _Pool(NamedTuple):
     k_scale: Array | None
     v_scale: Array | None
     expires: Array | None
+    dim: int
+    token_major: bool
+
+    @property
+    def page(self) -> int:
+        """Slots per page."""
+        return self.k.shape[1] * self.k.shape[2] // self.dim
 
 
 def _widen(x: Array, dtype: DTypeLike) -> Array:
@@ -56,6 +63,12 @@ def _take(pool: Array, pages: Array) -> Array:
     return pool.at[pages].get(mode="promise_in_bounds")
 
 
+def _keys(pool: _Pool, pages: Array, dtype: DTypeLike) -> Array:
+    """Keys [N, D, page] of pages [N]."""
+    keys = _widen(_take(pool.k, pages), dtype)
+    return keys.reshape(-1, pool.page, pool.dim).swapaxes(1, 2) if pool.token_major else keys
+
+
 def attention(
     q: Array,
     k: Array,
@@ -69,12 +82,13 @@ def attention(
     *,
     scale: float,
     soft_cap: float | None = None,
+    token_major: bool = False,
 ) -> Partial:
     """See :func:`kernels.ragged_decode.api.ragged_attention`."""
     batch, heads, queries, dim = q.shape
     kv_heads, width = tables.shape[1:]
     rows = heads // kv_heads * queries
-    pool = _Pool(k, v, k_scale, v_scale, expires)
+    pool = _Pool(k, v, k_scale, v_scale, expires, dim, token_major)
     flat = batch * kv_heads
     q = q.reshape(flat, rows, dim)
     tables = jnp.clip(tables.reshape(flat, width), 0, k.shape[0] - 1)  # the entries past a head's end hold anything
@@ -107,7 +121,7 @@ def _many_heads(
     """q [N, R, D], tables [N, width], lengths [N], q_positions [N, R] or None -> parts of shape [N, R]."""
     acc = accumulator(q.dtype)
     heads, rows, dim = q.shape
-    page = pool.v.shape[1]
+    page = pool.page
     run = min(max(1, KEYS_PER_ITEM // page), tables.shape[1])
     tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % run)))
     at_once = min(max(1, ENTRIES_AT_ONCE // (run * page)), heads * (tables.shape[1] // run))
@@ -128,7 +142,7 @@ def _many_heads(
         room = jnp.where(head < heads, lengths[safe] - nth * page, 0)
         used = jnp.arange(run * page, dtype=jnp.int32)[None] < room[:, None]
         # A slot that nobody wrote may hold NaN, and 0 * NaN is NaN: values are cleared, scores are masked.
-        keys = _widen(_take(pool.k, at), acc)
+        keys = _keys(pool, at, acc)
         values = _widen(_take(pool.v, at), acc) if pool.v.shape[2] else keys.swapaxes(1, 2)
         values = values.reshape(at_once, run * page, dim)
         values = jnp.where(used[:, :, None], values, 0)
@@ -175,7 +189,7 @@ def _one_head(
     """Same contract as :func:`_many_heads`, for many rows: products large enough to fill the machine by themselves."""
     acc = accumulator(q.dtype)
     heads, rows, dim = q.shape
-    page = pool.v.shape[1]
+    page = pool.page
     run = min(max(1, KEYS_AT_ONCE // page), tables.shape[1])
     tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % run)))
     items = (lengths + (run * page - 1)) // (run * page)
@@ -186,7 +200,7 @@ def _one_head(
         head, first = owner[0], nth[0] * run
         at = lax.dynamic_slice(tables, (head, first), (1, run))[0]
         used = first * page + jnp.arange(run * page, dtype=jnp.int32) < lengths[head]
-        keys = jnp.swapaxes(_widen(_take(pool.k, at), q.dtype), 0, 1).reshape(dim, run * page)
+        keys = jnp.swapaxes(_keys(pool, at, q.dtype), 0, 1).reshape(dim, run * page)
         values = _widen(_take(pool.v, at), q.dtype).reshape(run * page, dim) if pool.v.shape[2] else keys.T
         values = jnp.where(used[:, None], values, 0)
         s = jnp.einsum("rd,dp->rp", q[head], keys, preferred_element_type=acc) * jnp.asarray(scale, acc)

@@ -74,6 +74,11 @@ class Cache(abc.ABC):
     mesh: Mesh | None
 
     @property
+    @abc.abstractmethod
+    def channels(self) -> int:
+        """Numbers of a token's key and value, as far as they are stored."""
+
+    @property
     def local(self) -> bool:
         """Some layer has a sliding window of its own."""
         return any(window is not None for window in self.local_windows)
@@ -346,6 +351,7 @@ def attend_by_shard[C: Cache](
 
 def register[C: Cache](kind: type[C]) -> type[C]:
     """Makes a cache a pytree; a class decorator."""
-    static = ("window", "shift", "recent", "local_windows", "mesh")
-    names = [field.name for field in dataclasses.fields(kind) if field.name not in static]
-    return jax.tree_util.register_dataclass(kind, data_fields=names, meta_fields=list(static))
+    names = [field.name for field in dataclasses.fields(kind)]
+    static = {"window", "shift", "recent", "local_windows", "mesh", "token_major"} & set(names)
+    arrays = [name for name in names if name not in static]
+    return jax.tree_util.register_dataclass(kind, data_fields=arrays, meta_fields=sorted(static))

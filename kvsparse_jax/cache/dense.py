@@ -45,6 +45,11 @@ class DenseCache(Cache):
         return self.v.shape[3]
 
     @property
+    def channels(self) -> int:
+        """See :attr:`Cache.channels`."""
+        return self.k.shape[3] + self.v.shape[4]
+
+    @property
     def size(self) -> Size:
         """(slots,)"""
         return (self.slots,)

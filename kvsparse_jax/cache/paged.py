@@ -22,9 +22,11 @@ Callers ask :meth:`PagedCache.fits` first and grow the pool or trim it (:mod:`kv
 
 import dataclasses
 import functools
+import math
 from dataclasses import dataclass
 from typing import NamedTuple, Self, final
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -39,6 +41,9 @@ from kvsparse_jax.cache.quantise import Quantisation, dequantise, quantise, stor
 from kvsparse_jax.cache.spec import CacheSpec
 from kvsparse_jax.policies.base import Held, Selection
 
+_LANES = 128
+"""Numbers in a row of a TPU's memory."""
+
 
 @final
 @register
@@ -47,7 +52,7 @@ class PagedCache(Cache):
     """State of the cache. L layers, B sequences (rows), H KV heads, D channels, P pages of ``page`` slots.
 
     ``k`` is [P, D, page], channels first, ``v`` [P, page, D]; without channels where the key is the value, too (latent
-    attention).
+    attention). Where ``token_major``, k is as v, and both are [P, page / n, n D]: n tokens side by side in a row.
 
     Attributes:
         k_scale, v_scale: [P, page] float32, for 8-bit pools; else None. Only k_scale where the key is the value.
@@ -58,6 +63,8 @@ class PagedCache(Cache):
         tables: [L, B, H, width] int32; page of each run of slots, P where there is none.
         lengths: [L, B, H] int32.
         ring: [L, B, H, R] int32.
+        token_major: static, on TPUs: they store rows of 128 lanes. XLA would pad shorter ones, and would copy all keys
+            to a layout with channels last in every layer that stores one of them.
     """
 
     k_scale: Array | None
@@ -69,6 +76,7 @@ class PagedCache(Cache):
     tables: Array
     lengths: Array
     ring: Array
+    token_major: bool
 
     @property
     def pages(self) -> int:
@@ -79,6 +87,11 @@ class PagedCache(Cache):
     def page(self) -> int:
         """Slots per page."""
         return self.expires.shape[1]
+
+    @property
+    def channels(self) -> int:
+        """See :attr:`Cache.channels`."""
+        return sum(math.prod(x.shape[1:]) for x in (self.k, self.v)) // self.page
 
     @property
     def pool(self) -> list[Array]:
@@ -230,6 +243,10 @@ class PagedCache(Cache):
         return repacked
 
 
+def _on_tpu(mesh: Mesh | None) -> bool:
+    return (jax.default_backend() if mesh is None else mesh.devices.flat[0].platform) == "tpu"
+
+
 def init(
     spec: CacheSpec,
     batch: int,
@@ -266,9 +283,12 @@ def init(
         None if quantisation is None or not channels else jnp.ones((pages, page), jnp.float32)
         for channels in (spec.head_dim, spec.stored_values)
     ]
+    token_major = _on_tpu(mesh)
+    side_by_side = math.gcd(page, _LANES // spec.head_dim) if token_major and not _LANES % spec.head_dim else 1
+    rows = pages, page // side_by_side, spec.head_dim * side_by_side
     return PagedCache(
-        k=jnp.zeros((pages, spec.head_dim, page), stored),
-        v=jnp.zeros((pages, page, spec.stored_values), stored),
+        k=jnp.zeros(rows if token_major else (pages, spec.head_dim, page), stored),
+        v=jnp.zeros((*rows[:2], spec.stored_values * side_by_side), stored),
         k_scale=scales[0],
         v_scale=scales[1],
         expires=jnp.full((pages, page), NEVER, jnp.int32),
@@ -287,6 +307,7 @@ def init(
         recent=spec.recent,
         local_windows=spec.local_windows,
         mesh=mesh,
+        token_major=token_major,
     )
 
 
@@ -323,6 +344,7 @@ def _attend(
             v_scale=cache.v_scale if cache.v.shape[2] else cache.k_scale,
             expires=None if at is None else cache.expires,
             q_positions=at,
+            token_major=cache.token_major,
             implementation=implementation,
         )
 
@@ -436,6 +458,35 @@ def _places(cache: PagedCache, table: Array, slots: Array) -> _Place:
     return _Place(jnp.where(exists, page, cache.pages), jnp.clip(slots, 0) % cache.page)
 
 
+def _get(cache: PagedCache, place: _Place) -> tuple[Array, Array]:
+    """Keys and values [..., D] at places, as they are stored; values [..., 0] where the key is the value."""
+
+    def of(pool: Array) -> Array:
+        side_by_side = cache.page // pool.shape[1]
+        row = pool[place.page, place.offset // side_by_side]
+        row = row.reshape(*place.page.shape, side_by_side, pool.shape[2] // side_by_side)
+        return jnp.take_along_axis(row, (place.offset % side_by_side)[..., None, None], -2)[..., 0, :]
+
+    return of(cache.k) if cache.token_major else cache.k[place.page, :, place.offset], of(cache.v)
+
+
+def _set(cache: PagedCache, place: _Place, k: Array, v: Array) -> tuple[Array, Array]:
+    """The pools of keys and values with k, v [..., D] at places; no place, nothing stored."""
+
+    def of(pool: Array, x: Array) -> Array:
+        side_by_side = cache.page // pool.shape[1]
+        if side_by_side == 1 or not x.shape[-1]:
+            return pool.at[place.page, place.offset].set(x, mode="drop")
+        lane = place.offset % side_by_side * x.shape[-1]
+        axes = lax.ScatterDimensionNumbers((x.ndim - 1,), (0, 1), (0, 1, 2))
+        at = jnp.stack([place.page, place.offset // side_by_side, lane], -1)
+        return lax.scatter(pool, at, x, axes, mode="drop")
+
+    if cache.token_major:
+        return of(cache.k, k), of(cache.v, v)
+    return cache.k.at[place.page, :, place.offset].set(k, mode="drop"), of(cache.v, v)
+
+
 def _put(cache: PagedCache, place: _Place, k: Array, v: Array, expires: Array, statistic: Array | None) -> PagedCache:
     """Stores k, v [B, H, N, D], expires and statistic [B, H, N] at places [B, H, N]; no place, nothing stored."""
     page, offset = place.page.reshape(-1), place.offset.reshape(-1)
@@ -447,10 +498,11 @@ def _put(cache: PagedCache, place: _Place, k: Array, v: Array, expires: Array, s
     if v_scale is not None:
         v, of_v = quantise(v, cache.v.dtype)
         v_scale = v_scale.at[page, offset].set(of_v, mode="drop")
+    k, v = _set(cache, _Place(page, offset), k.astype(cache.k.dtype), v.astype(cache.v.dtype))
     return dataclasses.replace(
         cache,
-        k=cache.k.at[page, :, offset].set(k.astype(cache.k.dtype), mode="drop"),
-        v=cache.v.at[page, offset].set(v.astype(cache.v.dtype), mode="drop"),
+        k=k,
+        v=v,
         k_scale=k_scale,
         v_scale=v_scale,
         expires=cache.expires.at[page, offset].set(expires.reshape(-1), mode="drop"),
@@ -470,10 +522,11 @@ def _move(cache: PagedCache, source: _Place, target: _Place) -> PagedCache:
     def moved(pool: Array) -> Array:
         return pool.at[target.page, target.offset].set(pool[source.page, source.offset], mode="drop")
 
+    k, v = _set(cache, target, *_get(cache, source))
     return dataclasses.replace(
         cache,
-        k=cache.k.at[target.page, :, target.offset].set(cache.k[source.page, :, source.offset], mode="drop"),
-        v=moved(cache.v),
+        k=k,
+        v=v,
         k_scale=None if cache.k_scale is None else moved(cache.k_scale),
         v_scale=None if cache.v_scale is None else moved(cache.v_scale),
         expires=moved(cache.expires),
@@ -718,7 +771,7 @@ def entries(cache: PagedCache, layer: Array) -> tuple[Array, Array, Array, Array
     used = slots < state.length[..., None]
     place = _places(cache, state.table, jnp.where(used, slots, -1))
     page, offset = jnp.minimum(place.page, cache.pages - 1), place.offset
-    k, v = cache.k[page, :, offset], cache.v[page, offset]
+    k, v = _get(cache, _Place(page, offset))
     if cache.k_scale is not None:
         k = dequantise(k, cache.k_scale[page, offset])
     if cache.v_scale is not None:

@@ -84,7 +84,7 @@ def report(cache: Cache, dtype: np.dtype | None = None, grown: Sequence[int] = (
         raise ValueError("the dtype of the model is needed to compare an 8-bit cache with a dense one")
     live, pages = (np.asarray(x, np.int64) for x in counts(cache))
     item = np.dtype(cache.v.dtype if dtype is None else dtype).itemsize
-    full = int(seen.sum()) * layers * heads * (cache.k.shape[-2] + cache.v.shape[-1]) * item
+    full = int(seen.sum()) * layers * heads * cache.channels * item
     used = used_bytes(cache, int(pages.sum()))
     started = seen > 0
     if cache.local_windows:
