@@ -9,8 +9,11 @@ ARGS ?=
 CPU_ENV := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=20000000000 MALLOC_TOP_PAD_=500000000 MALLOC_ARENA_MAX=1 \
     GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 
+# Training and decode steps of three models on 1 and 8 H100, 8 v5e and 8 v6e.
+PROOF := --case 'h100-*-1b,h100x8-*-8b,h100x8-*-32b,v*'
+
 .DEFAULT_GOAL := help
-.PHONY: help env demo demo-quick test lint types docs aot clean
+.PHONY: help env demo demo-quick test lint types docs aot proof clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## *\(.*\)/make \1\t\2/p' Makefile | expand -t 18
@@ -37,13 +40,17 @@ docs: env  ## build the documentation site into build/site; a broken link fails
 	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 JAX_PLATFORMS=cpu $(RUN) -m mkdocs build --strict --quiet
 
-aot:  ## compile the GPU kernels for the real hardware; needs no GPU
+aot: env  ## compile the GPU kernels for the real hardware; needs no GPU
 	@if [ -e kernels/aot_cases.py ]; then \
 	    scripts/environment.sh $(VENV) aot && \
 	    JAX_PLATFORMS=cpu PYTHONPATH=$(VENV)/aot $(RUN) -m kernels.aot_cases $(ARGS); \
 	else \
 	    echo "no GPU kernels yet (kernels/aot_cases.py is not there): nothing to compile"; \
 	fi
+
+proof: env  ## compile whole training and decode steps of big models for GPUs and TPUs; ARGS="--case '*'" for all
+	@scripts/environment.sh $(VENV) aot
+	JAX_PLATFORMS=cpu PYTHONPATH=$(VENV)/aot $(RUN) -m benchmarks.compile_proof $(if $(ARGS),$(ARGS),$(PROOF))
 
 clean:  ## remove the environment, caches and builds (not runs/ and demo/)
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

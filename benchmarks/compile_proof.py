@@ -1,10 +1,11 @@
 """Proof by compilation: steps of big models, compiled for accelerators that are not there, from shapes only.
 
     python -m benchmarks.compile_proof                    # a small model on this machine's (virtual) devices
-    python -m benchmarks.compile_proof --case '*'         # also for H100 and TPU: minutes each
+    make proof                                            # for H100 and TPU: what CI does, three minutes or more
+    make proof ARGS="--case '*'"                          # all
 
-XLA compiles for a described GPU (``kernels/targets``; needs the packages of the extra ``aot`` on Python's path, see
-``make aot``) or TPU (needs ``libtpu``) as it does for a real one. The compiled program tells the bytes of a device and
+XLA compiles for a described GPU (``kernels/targets``) or TPU as it does for a real one; it needs the packages of the
+extra ``aot`` on Python's path (see ``make proof``). The compiled program tells the bytes of a device and
 which collectives run, how often and how large. A case fails where
 
 * arguments and temporaries exceed the device's memory;
@@ -23,6 +24,7 @@ import fnmatch
 import functools
 import importlib.util
 import math
+import os
 import re
 import sys
 import time
@@ -105,8 +107,9 @@ CASES = {
     "h100-decode-qwen3-8b": Case("Qwen3-8B", None, "h100", (1, 1, 1), 80, 32768),
     "h100x8-decode-qwen3-8b": Case("Qwen3-8B", None, "h100", (1, 1, 8), 800, 32768),
     "h100x8-decode-r1-32b": Case("R1-distill-Qwen-32B", None, "h100", (1, 1, 8), 408, 32768),
-    "v5e-8-decode-qwen3-8b": Case("Qwen3-8B", None, "v5e", (1, 1, 8), 48, 32768),
-    "v6e-8-decode-qwen3-8b": Case("Qwen3-8B", None, "v6e", (1, 1, 8), 128, 32768),
+    "v5e-decode-llama-1b": Case("Llama-3.2-1B", None, "v5e", (1, 1, 1), 72, 32768),
+    "v5e-8-decode-qwen3-8b": Case("Qwen3-8B", None, "v5e", (1, 1, 8), 128, 32768),
+    "v6e-8-decode-qwen3-8b": Case("Qwen3-8B", None, "v6e", (1, 1, 8), 288, 32768),
 }
 
 
@@ -125,10 +128,11 @@ def devices(target: str, count: int) -> list[jax.Device]:
         return found[:count]
     if target in ("v5e", "v6e"):
         if importlib.util.find_spec("libtpu") is None:
-            raise RunError("compiling for a TPU needs libtpu on Python's path (and TPU_SKIP_MDS_QUERY=1)")
-        return list(topologies.get_topology_desc(f"{target}:2x4", platform="tpu").devices)
+            raise RunError("compiling for a TPU needs the packages of the extra `aot` on Python's path: see `make proof`")
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # or libtpu asks the machine's metadata server, and waits
+        return list(topologies.get_topology_desc(f"{target}:2x4", platform="tpu").devices)[:count]
     if importlib.util.find_spec("jax_plugins") is None:
-        raise RunError("compiling for a GPU needs the packages of the extra `aot` on Python's path: see `make aot`")
+        raise RunError("compiling for a GPU needs the packages of the extra `aot` on Python's path: see `make proof`")
     description = (ROOT / "kernels" / "targets" / f"{target}.txtpb").read_text()
     return list(
         topologies.get_topology_desc(

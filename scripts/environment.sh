@@ -2,8 +2,8 @@
 # Makes or updates the project's environment. Says nothing and takes no time when it is up to date.
 #
 #   scripts/environment.sh VENV       the environment, with the project (editable) and the tests' packages
-#   scripts/environment.sh VENV aot   also VENV/aot: the packages that compile for a GPU, apart from the environment
-#                                     because jax would try to use them in every program
+#   scripts/environment.sh VENV aot   also VENV/aot: the packages that compile for a GPU or TPU, apart from the
+#                                     environment because jax would try to use them in every program
 set -eu
 cd "$(dirname "$0")/.."
 venv=$1
@@ -63,7 +63,8 @@ if [ ! -x "$python" ] || [ "$(cat "$complete" 2>/dev/null)" != "$wanted" ]; then
 fi
 
 if [ "${2:-}" = aot ]; then
-    # The plugin has to be of jaxlib's version. jax itself is left out: the environment has it.
+    # The plugin has to be of jaxlib's version, libtpu of the one that jax names. jax itself is left out: the environment
+    # has it.
     requirements=$("$python" - <<'END'
 import importlib.metadata
 import tomllib
@@ -71,16 +72,18 @@ import tomllib
 with open("pyproject.toml", "rb") as f:
     extra = tomllib.load(f)["project"]["optional-dependencies"]["aot"]
 version = importlib.metadata.version("jaxlib")
-print(f"jax-cuda13-plugin=={version}", f"jax-cuda13-pjrt=={version}", *(r for r in extra if not r.startswith("jax[")))
+libtpu = [r.partition(";")[0].strip() for r in importlib.metadata.requires("jax") if r.startswith("libtpu")]
+plugin = [f"jax-cuda13-plugin=={version}", f"jax-cuda13-pjrt=={version}"]
+print(*plugin, *libtpu, *(r for r in extra if not r.startswith("jax[")))
 END
 )
     wanted="$wanted $requirements"
     complete=$venv/aot/.complete
     if [ "$(cat "$complete" 2>/dev/null)" != "$wanted" ]; then
-        echo "installing what compiles for a GPU into $venv/aot (0.7 GB; log: $log)" >&2
+        echo "installing what compiles for GPUs and TPUs into $venv/aot (1.1 GB; log: $log)" >&2
         rm -rf "$venv/aot"
         # shellcheck disable=SC2086  # one word per requirement
-        install "the packages that compile for a GPU" --no-deps --target "$venv/aot" $requirements
+        install "the packages that compile for GPUs and TPUs" --no-deps --target "$venv/aot" $requirements
         echo "$wanted" >"$complete"
     fi
 fi
