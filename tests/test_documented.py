@@ -36,7 +36,7 @@ from train import config as retrofit
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-CODE = {"1 << 30": "1 << 20", "1024, 8": "512, 2", '"smollm2-135m"': '"Qwen/Qwen3-8B"'}
+CODE = {"1 << 30": "1 << 20", "1024, 8": "1024, 2", '"smollm2-135m"': '"Qwen/Qwen3-8B"'}
 """In code blocks: a pool that is made at once, prompts to calibrate on, a model that takes seconds to load."""
 
 SHORT = ["--dtype", "float32"]

@@ -183,18 +183,6 @@ def test_no_large_files():
     assert not large, "\n".join(large)
 
 
-def test_readme_commands_exist():
-    """The README's `make` commands are targets, and its `python -m` commands are modules."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    used = set(re.findall(r"\bmake ([a-z][\w-]*)", "\n".join(re.findall(r"`[^`]+`|^ {4}.*$", text, re.MULTILINE))))
-    assert {"demo", "test"} <= used, "the README names `make demo` and `make test`"
-    assert used <= targets, f"no such target: {', '.join(sorted(used - targets))}"
-    for module in set(re.findall(r"python -m ((?:kvsparse_jax|train|serve|benchmarks)[\w.]*)", text)):
-        path = ROOT / module.replace(".", "/")
-        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), f"no module {module}"
-
-
 def test_package_data_is_in_the_wheel_list():
     """All four packages are built, whole: the build takes every file below them."""
     build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]
