@@ -500,11 +500,12 @@ def ablation(
     return figure
 
 
-_TOKEN_STYLE = """<style>
+_TOKEN_STYLE = """<meta charset="utf-8">
+<style>
 .kvs-tokens { font: 13px/1.7 ui-monospace, monospace; max-width: 70em; }
-.kvs-tokens p { margin: .2em 0 .8em; white-space: pre-wrap; }
+.kvs-tokens p { margin: .2em 0 .8em; white-space: pre-wrap; overflow-wrap: anywhere; }
 .kvs-tokens span { border-radius: 3px; }
-.kvs-tokens .gone { color: #b8b8b8; }
+.kvs-tokens .gone { color: #999; }
 .kvs-tokens .held { background: #d6e8f7; color: #111; }
 .kvs-tokens summary { cursor: pointer; font-weight: 600; }
 </style>"""
