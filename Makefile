@@ -13,7 +13,7 @@ CPU_ENV := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=20000000000 MALLOC_TOP_PAD_
 PROOF := --case 'h100-*-1b,h100x8-*-8b,h100x8-*-32b,v*'
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo demo-quick test lint types docs aot proof clean
+.PHONY: help env demo demo-quick test lint types docs browser aot proof clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## *\(.*\)/make \1\t\2/p' Makefile | expand -t 18
@@ -39,6 +39,9 @@ types: env  ## mypy
 docs: env  ## build the documentation site into build/site; a broken link fails
 	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 JAX_PLATFORMS=cpu $(RUN) -m mkdocs build --strict --quiet
+
+browser: docs  ## open the site and the HTML views in headless Chromium; pictures in build/screenshots
+	PYTHONPATH=. JAX_PLATFORMS=cpu $(RUN) scripts/check_pages.py $(ARGS)
 
 aot: env  ## compile the GPU kernels for the real hardware; needs no GPU
 	@if [ -e kernels/aot_cases.py ]; then \
