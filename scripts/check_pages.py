@@ -42,6 +42,8 @@ FAULTS = """(selectors) => {
   const wrong = selectors.filter(s => ![...document.querySelectorAll(s)].some(seen)).map(s => `nothing visible: ${s}`);
   for (const img of document.images)
     if (!img.complete || !img.naturalWidth) wrong.push(`image not shown: ${img.src}`);
+  const role = document.body.textContent.match(/:(attr|class|data|exc|func|meth|mod):.{0,40}/);
+  if (role) wrong.push(`markup is shown: ${role[0]}`);
   const width = document.documentElement.scrollWidth;
   if (width > innerWidth) wrong.push(`wider than the window: ${width} > ${innerWidth} pixels`);
   return wrong;
