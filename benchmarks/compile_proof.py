@@ -128,7 +128,9 @@ def devices(target: str, count: int) -> list[jax.Device]:
         return found[:count]
     if target in ("v5e", "v6e"):
         if importlib.util.find_spec("libtpu") is None:
-            raise RunError("compiling for a TPU needs the packages of the extra `aot` on Python's path: see `make proof`")
+            raise RunError(
+                "compiling for a TPU needs the packages of the extra `aot` on Python's path: see `make proof`"
+            )
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # or libtpu asks the machine's metadata server, and waits
         return list(topologies.get_topology_desc(f"{target}:2x4", platform="tpu").devices)[:count]
     if importlib.util.find_spec("jax_plugins") is None:
