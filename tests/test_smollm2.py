@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from kvsparse_jax import hub, smollm2
+import kvsparse_jax as kvs
+from kvsparse_jax import evaluate, hub, smollm2
 from kvsparse_jax.errors import InputError
 from kvsparse_jax.tokenizer import Tokenizer
 
@@ -415,3 +416,38 @@ def test_the_real_tokenizer(real: Path) -> None:
     assert ids[1] != 1
     assert tokenizer.eos_token_ids == frozenset({2})
     assert tokenizer.vocab_size == 49152
+
+
+def test_the_retrofit_is_put_together_once(index: list[Path], tmp_path: Path) -> None:
+    made = smollm2.ensure_retrofit(tmp_path)
+    base = tmp_path / smollm2.DIRECTORY
+    names = {"model.safetensors", "config.json", "README.md"}
+    for file in base.iterdir():
+        if file.name not in names:
+            assert (made / file.name).read_bytes() == file.read_bytes()
+    assert (made / "model-00001-of-00002.safetensors").read_bytes() == (base / "model.safetensors").read_bytes()
+    parts = json.loads((made / "model.safetensors.index.json").read_text())["weight_map"]
+    assert set(parts.values()) == {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
+    assert set(load_file(base / "model.safetensors")) < set(parts)
+    config = json.loads((made / "config.json").read_text())
+    assert config["dms_window_size"] == 64 and config["hidden_size"] == HIDDEN
+    (made / "model.safetensors.index.json").unlink()  # a damaged copy is replaced
+    assert smollm2.ensure_retrofit(tmp_path) == made == smollm2.ensure_retrofit(tmp_path)
+    assert (made / "model.safetensors.index.json").is_file() and len(index) == 1
+    assert {file.name for file in tmp_path.iterdir()} == {smollm2.DIRECTORY, made.name}
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="cannot be written"):
+        smollm2.ensure_retrofit(tmp_path / "file")
+
+
+def test_the_real_retrofit_forgets_most_and_stays_close(real: Path) -> None:
+    """No training here: what the package carries, on held-out text, beside StreamingLLM with as many entries."""
+    lm = kvs.load("SmolLM2-135M-DMS-8x")
+    assert isinstance(lm.policy, kvs.DMS)
+    assert (lm.policy.window, lm.policy.shift) == (64, 0)
+    texts = evaluate.held_out_sequences(lm.tokenizer, 512, 3)
+    found = {one.role: one for one in evaluate.evaluate(lm, [texts]).results}
+    nominal = found["own"].memory.nominal_cr
+    assert nominal is not None and 5 < nominal < 12
+    own, streaming = (found[role].quality.kl.mean for role in ("own", "equal_memory"))
+    assert 0.002 < own < 0.06 and streaming > 2 * own
