@@ -128,7 +128,7 @@ def test_a_local_directory_is_returned_as_it_is(tmp_path: Path, monkeypatch: pyt
 )
 def test_what_cannot_be_a_model_is_refused_without_asking_a_hub(name: str, fake: FakeHub) -> None:
     with pytest.raises(
-        InputError, match=r"not a directory, not a known alias \(smollm2-135m\) and not a hub name"
+        InputError, match=r"not a directory, not a known alias \(smollm2-135m, smollm2-135m-dms-8x\) and not a hub name"
     ) as caught:
         hub.resolve(name)
     assert "\n" not in str(caught.value)
