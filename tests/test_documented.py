@@ -52,7 +52,7 @@ COMMANDS = {
 }
 """Commands that are run, not only parsed: what is replaced in their arguments, and what is put before them."""
 
-MODELS = {"smollm2-135m"}
+MODELS = {"smollm2-135m", "smollm2-135m-dms-8x"}
 """Models without a directory: what a package index has."""
 
 PLACEHOLDERS = {"RUN", "DIR", "PYTHON"}
