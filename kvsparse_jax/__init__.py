@@ -10,7 +10,20 @@ from kvsparse_jax.errors import InputError, RunError
 from kvsparse_jax.generation import GenerateOutput, Piece, Replay, Session
 from kvsparse_jax.lm import LM, load
 from kvsparse_jax.oracle import oracle_scores
-from kvsparse_jax.policies import DMS, H2O, TOVA, Dense, Knorm, KVzap, KVzip, Policy, Random, SnapKV, StreamingLLM
+from kvsparse_jax.policies import (
+    DMS,
+    H2O,
+    TOVA,
+    Dense,
+    Knorm,
+    KVzap,
+    KVzapBudget,
+    KVzip,
+    Policy,
+    Random,
+    SnapKV,
+    StreamingLLM,
+)
 from kvsparse_jax.whole import decision_logits, kept
 
 __all__ = [
@@ -23,6 +36,7 @@ __all__ = [
     "GenerateOutput",
     "InputError",
     "KVzap",
+    "KVzapBudget",
     "KVzip",
     "Knorm",
     "Piece",

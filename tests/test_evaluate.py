@@ -531,7 +531,10 @@ def test_sequences_that_do_not_fit(models):
         ("h2o:budget=9,kernel=3", r"has no setting 'kernel' \(it takes budget, cr, per, recent, sinks\)"),
         ("snapkv:budget=9", "budget of at least sinks"),
         ("kvzap:threshold=1", "needs path=DIRECTORY"),
-        ("kvzap:path=nowhere", "needs threshold=NUMBER"),
+        ("kvzap:path=nowhere", "needs either threshold=NUMBER"),
+        ("kvzap:path=nowhere,threshold=1,cr=4", "needs either threshold=NUMBER"),
+        ("kvzap:path=nowhere,threshold=1,per=head", "per= goes with a fixed ratio"),
+        ("kvzap:path=nowhere,cr=4,prefill=dense", "prefill= goes with a threshold"),
         ("kvzap:path=nowhere,threshold=1", "'nowhere' is not a directory"),
         ("kvzip:budget=9,kind=h2o", "kind must be one of kvzip"),
     ],
@@ -555,6 +558,9 @@ def test_policies_of_the_command_line_are_made(golden_methods):
     assert policy_spec.parse("knorm:cr=4", own)(100) == kvs.Knorm(budget=25)
     zap = policy_spec.parse(f"kvzap:path={surrogate},threshold=-4.5,window=9,sinks=2,prefill=dense", own)
     assert (zap.threshold, zap.window, zap.sinks, zap.prefill) == (-4.5, 9, 2, "dense")
+    zap = policy_spec.parse(f"kvzap:path={surrogate},cr=4,window=9,sinks=2,per=head", own)(100)
+    assert isinstance(zap, kvs.KVzapBudget) and zap.surrogate is not None
+    assert (zap.budget, zap.newest, zap.sinks, zap.per) == (25, 9, 2, "head")
 
 
 def test_own_needs_a_policy():

@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 
 import kvsparse_jax as kvs
+from kvsparse_jax import whole
+from kvsparse_jax.models import decoder
 from kvsparse_jax.oracle import Probe, scores_in_chunks
-from kvsparse_jax.policies.kvzip import best
+from kvsparse_jax.policies import Dense
+from kvsparse_jax.policies.prompted import best
 
 PRESSES = [f"{m}_{p}_{c}" for m in ("llama", "qwen3") for p in ("prefix", "noprefix") for c in ("1chunk", "chunked")]
 
@@ -106,6 +109,44 @@ def test_the_policy_keeps_what_the_oracle_finds_best(models):
     np.testing.assert_array_equal(out.live[-1], kept.sum(-1) + 5)
 
 
+@pytest.mark.parametrize("per", ["model", "layer", "head"])
+def test_a_surrogate_with_a_fixed_ratio_keeps_what_it_scores_best(golden_models, per):
+    """The scores are those of the full cache, computed here from the hidden states; the newest and the sinks stay."""
+    full = kvs.load(golden_models / "llama_tied", dtype="float32")
+    config = full.config
+    rng = np.random.default_rng(3)
+    shape = (config.layers, config.hidden_size, config.kv_heads)
+    kernel = jnp.asarray(rng.normal(size=shape), jnp.float32)
+    surrogate = kvs.KVzap({"out": {"kernel": kernel, "bias": jnp.zeros(shape[::2], jnp.float32)}})
+    lm = full.with_policy(kvs.KVzapBudget(budget=12, per=per, sinks=2, newest=5, surrogate=surrogate))
+    ids = rng.integers(5, 60, (2, 40))
+    mask = np.ones(ids.shape, bool)
+    mask[1, :11] = False
+    kept = np.asarray(kvs.kept(lm, ids, mask))
+    for row in range(2):
+        tokens = ids[row][mask[row]]
+        inputs = _attention_inputs(full, tokens[None])[:, 0]  # [L, T, E]
+        scores = np.einsum("lte,leh->lht", inputs, kernel)
+        np.testing.assert_array_equal(kept[:, row][..., mask[row]], best(scores, 12, per, 2, 5))
+        assert kept[:, row][..., mask[row]][..., [0, 1, -5, -4, -3, -2, -1]].all()
+        assert kept[:, row].sum() == 12 * config.layers * config.kv_heads
+    out = lm.replay(ids, mask, prefill=40, page_size=4)
+    np.testing.assert_array_equal(out.live[0], kept.sum(-1))
+
+
+def _attention_inputs(lm, ids):
+    """[L, B, T, E]"""
+    inner = whole.attend(lm.config, Dense(), jnp.zeros(ids.shape, jnp.int32))
+
+    def attend(state, layer, q, k, v, gate):
+        out, state, _ = inner(state, layer, q, k, v, gate)
+        return out, state, layer.inputs.normed
+
+    ids = jnp.asarray(ids, jnp.int32)
+    at = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
+    return np.asarray(decoder.forward(lm.params, lm.config, Dense(), ids, at, attend)[2])
+
+
 def test_a_session_scores_its_first_prompt(golden_models):
     """Rows of a batch are scored one by one; what is appended later and generated stays."""
     lm = kvs.load(golden_models / "llama_tied", dtype="float32", policy=kvs.KVzip(budget=8, chunk=16, sinks=2))
@@ -175,6 +216,10 @@ def test_bad_input(models):
         kvs.KVzip()
     with pytest.raises(kvs.InputError, match="at least its sinks"):
         kvs.KVzip(budget=3)
+    with pytest.raises(kvs.InputError, match=r"sinks and newest tokens, not 100 < 0 \+ 128"):
+        kvs.KVzapBudget(budget=100)
+    with pytest.raises(kvs.InputError, match="needs a surrogate"):
+        kvs.KVzapBudget(budget=200)
     probe = Probe([5], [6], [7])
     with pytest.raises(kvs.InputError, match="prefix must be from 0 to 36"):
         scores_in_chunks(lm._model, ids, probe, prefix=37)

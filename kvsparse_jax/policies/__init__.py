@@ -7,6 +7,7 @@ from kvsparse_jax.policies.dms import DMS
 from kvsparse_jax.policies.h2o import H2O
 from kvsparse_jax.policies.knorm import Knorm
 from kvsparse_jax.policies.kvzap import KVzap
+from kvsparse_jax.policies.kvzap_budget import KVzapBudget
 from kvsparse_jax.policies.kvzip import KVzip
 from kvsparse_jax.policies.random import Random
 from kvsparse_jax.policies.snapkv import SnapKV
@@ -21,6 +22,7 @@ __all__ = [
     "Dense",
     "Held",
     "KVzap",
+    "KVzapBudget",
     "KVzip",
     "Knorm",
     "LayerInput",

@@ -11,6 +11,7 @@ from kvsparse_jax.policies.dms import DMS
 from kvsparse_jax.policies.h2o import H2O
 from kvsparse_jax.policies.knorm import Knorm
 from kvsparse_jax.policies.kvzap import KVzap
+from kvsparse_jax.policies.kvzap_budget import KVzapBudget
 from kvsparse_jax.policies.kvzip import KVzip
 from kvsparse_jax.policies.random import Random
 from kvsparse_jax.policies.snapkv import SnapKV
@@ -58,7 +59,7 @@ class Kind(NamedTuple):
     texts: tuple[str, ...] = ()
 
 
-def _budgeted(kind: Callable[..., Policy], defaults: dict[str, int]) -> Callable[[Settings, Policy], Method]:
+def _budgeted(kind: Callable[..., Policy], defaults: dict[str, Any]) -> Callable[[Settings, Policy], Method]:
     """Makes policies with a budget, given as entries per head or as a ratio of the length; all settings are whole."""
 
     def make(given: Settings, own: Policy) -> Method:
@@ -79,8 +80,20 @@ def _budgeted(kind: Callable[..., Policy], defaults: dict[str, int]) -> Callable
 def _kvzap(given: Settings, own: Policy) -> Method:
     if "path" not in given.texts:
         raise InputError(f"policy {given.spec!r}: kvzap needs path=DIRECTORY of a surrogate (or a hub name)")
-    if "threshold" not in given.values:
-        raise InputError(f"policy {given.spec!r}: kvzap needs threshold=NUMBER")
+    fixed = bool({"budget", "cr"} & given.values.keys())
+    if ("threshold" in given.values) == fixed:
+        raise InputError(
+            f"policy {given.spec!r}: kvzap needs either threshold=NUMBER or a fixed ratio, cr=X or budget=N"
+        )
+    if fixed and "prefill" in given.texts:
+        raise InputError(f"policy {given.spec!r}: prefill= goes with a threshold")
+    if not fixed and "per" in given.texts:
+        raise InputError(f"policy {given.spec!r}: per= goes with a fixed ratio")
+    if fixed:
+        values = {"newest" if key == "window" else key: value for key, value in given.values.items()}
+        texts = {key: value for key, value in given.texts.items() if key != "path"}
+        make = _budgeted(KVzapBudget, {"surrogate": KVzap.load(given.texts["path"])})
+        return make(given._replace(values=values, texts=texts), own)
     settings: dict[str, Any] = {key: given.whole(key) for key in ("window", "sinks") if key in given.values}
     settings |= {key: given.texts[key] for key in ("prefill",) if key in given.texts}
     return KVzap.load(given.texts["path"], threshold=given.values["threshold"], **settings)
@@ -105,9 +118,10 @@ KINDS: dict[str, Kind] = {
         _budgeted(StreamingLLM, {"sinks": SINKS}),
     ),
     "kvzap": Kind(
-        ("threshold", "window", "sinks"),
-        "kvzap:path=DIR,threshold=X (window=128, sinks=0, prefill=rule): a KVzap surrogate",
-        _kvzap, ("path", "prefill"),
+        ("threshold", "budget", "cr", "window", "sinks"),
+        "kvzap:path=DIR,threshold=X (window=128, sinks=0, prefill=rule): a KVzap surrogate; with cr=X or budget=N "
+        "(per=model) in place of the threshold the same share of every prompt",
+        _kvzap, ("path", "prefill", "per"),
     ),
     "kvzip": Kind(
         ("budget", "cr", "sinks", "chunk", "prefix"), f"kvzip:{_SIZE} (kind=kvzip, per=model): the KVzip oracle",
