@@ -5,11 +5,13 @@
     python -m benchmarks.serving --soak 30 --model tests/data/methods/3_model/adapter
 
 Clients in a closed loop (each sends the next request when its last one has ended) keep two engines busy whose pools
-have the same bytes: one keeps everything, one evicts. The engines take turns of a minute, so that a noisy machine
-disturbs both alike; what came before every client has been answered once is not counted. There is no checkpoint with
-trained gates at this ratio to measure, so the gates are those of ``benchmarks.decode``: a DMS policy computes its
-logits, and their signs are replaced so that a fixed share of the tokens of each head stays, unevenly over layers and
-heads as a trial retrofit had it, scaled to the ratio. What is generated means nothing; what is held and computed does.
+have the same bytes: one keeps everything, one evicts by the model's own DMS policy. Prompts are held-out text of
+several kinds. The engines take turns of a minute, so that a noisy machine disturbs both alike; what came before every
+client has been answered once is not counted.
+
+A model without a DMS policy gets random prompts and gates as in ``benchmarks.decode``: a fixed share of the tokens of
+each head stays, unevenly over layers and heads as a trial retrofit had it, scaled to --cr. What is generated then means
+nothing; what is held and computed does.
 
 --check and --soak run nothing of that. --check: random lengths, Poisson arrivals, a pool that is three times too small
 for what may run at a time; every stream has to equal the one that the request gives alone, and no page may get lost.
@@ -25,7 +27,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,12 +40,41 @@ from kvsparse_jax import cli
 from kvsparse_jax.engine import Engine, EngineOptions, Piece, Request, SamplingOptions
 from kvsparse_jax.engine.runner import programs
 from kvsparse_jax.errors import InputError, RunError
+from kvsparse_jax.evaluate import held_out_sequences
 from kvsparse_jax.lm import LM
 from kvsparse_jax.policies import DMS, Dense
 
 Figures = dict[str, Any]
 
+_TEXTS = 24
+_KINDS = ("code", "docstrings", "manuals", "readme", "headers", "data")
+
 GREEDY = SamplingOptions(temperature=0.0, eos=False)
+
+
+class Load(NamedTuple):
+    """What is served.
+
+    Attributes:
+        policy: of the engine that evicts.
+        kept: share of the tokens beyond the window that each head keeps [L, H].
+        prompts: token ids [N, T], drawn from at random.
+    """
+
+    policy: DMS
+    kept: np.ndarray
+    prompts: np.ndarray
+
+
+def load_of(lm: LM, prompt: int, ratio: float, window: int) -> Load:
+    """The model's own policy on text, or a fixed share of random tokens."""
+    if isinstance(lm.policy, DMS):
+        texts = np.asarray(held_out_sequences(lm.tokenizer, prompt, _TEXTS, _KINDS).ids)
+        held = np.mean([np.asarray(kvs.kept(lm, row[None])).sum(-1)[:, 0] for row in texts], 0)
+        newest = min(prompt, lm.policy.window + 1)
+        return Load(lm.policy, np.clip((held - newest) / max(prompt - newest, 1), 0, 1), texts)
+    policy, kept = policy_at(lm, ratio, window)
+    return Load(policy, kept, np.random.default_rng(0).integers(3, lm.config.vocab_size, (_TEXTS, prompt)))
 
 
 def policy_at(lm: LM, ratio: float, window: int) -> tuple[Uneven, np.ndarray]:
@@ -60,10 +91,10 @@ def policy_at(lm: LM, ratio: float, window: int) -> tuple[Uneven, np.ndarray]:
 class Loop:
     """Clients of one engine, each with one request at a time."""
 
-    def __init__(self, lm: LM, options: EngineOptions, clients: int, prompt: int, new: int, seed: int = 0):
+    def __init__(self, lm: LM, options: EngineOptions, clients: int, prompts: np.ndarray, new: int, seed: int = 0):
         self.engine = Engine(lm._model, None, options)
-        self._rng, self._vocab = np.random.default_rng(seed), lm.config.vocab_size
-        self._request = lambda: Request(self._rng.integers(3, self._vocab, prompt).tolist(), new, sampling=GREEDY)
+        self._rng = np.random.default_rng(seed)
+        self._request = lambda: Request(self._rng.choice(prompts).tolist(), new, sampling=GREEDY)
         self.tokens = self.ended = self.decoded = 0
         self.seconds = self.running = self.decoding = 0.0
         self.cr: list[float] = []
@@ -126,14 +157,14 @@ def pages_of_sequence(kept: np.ndarray | None, tokens: int, window: int, page: i
 
 def closed_loop(lm: LM, args: argparse.Namespace) -> Figures:
     """Dense against compressed in pools of the same bytes."""
-    policy, kept = policy_at(lm, args.cr, args.window)
+    policy, kept, prompts = load_of(lm, args.prompt, args.cr, args.window)
     total = args.prompt + args.new
     heads = lm.config.layers * lm.config.kv_heads
     pool = int(args.pool * 2**20)
     one = args.page * (2 * lm.config.head_dim * jnp.dtype(lm.params["embed"].dtype).itemsize + 4)
     loops: dict[str, Loop] = {}
     for name, shares in (("dense", None), ("compressed", kept)):
-        fit = pool / one / pages_of_sequence(shares, total, args.window, args.page, heads)
+        fit = pool / one / pages_of_sequence(shares, total, policy.window, args.page, heads)
         if fit < 1:
             raise InputError(f"--pool of {args.pool:g} MiB holds no {name} sequence of {total} tokens")
         # Rows that are never taken are computed all the same: as many as fit, and what younger sequences leave.
@@ -149,7 +180,7 @@ def closed_loop(lm: LM, args: argparse.Namespace) -> Figures:
             reserve=args.reserve,
         )
         model = lm.with_policy(Dense() if shares is None else policy)
-        loops[name] = Loop(model, options, slots + 2, args.prompt, args.new)
+        loops[name] = Loop(model, options, slots + 2, prompts, args.new)
         print(f"{name}: {slots} rows, {loops[name].engine.runner.pages} pages", flush=True)
     with cli.progress(args.rounds, desc="closed loop", unit="rounds") as bar:
         for loop in loops.values():
@@ -181,7 +212,7 @@ def closed_loop(lm: LM, args: argparse.Namespace) -> Figures:
 
 def overhead(lm: LM, args: argparse.Namespace) -> Figures:
     """Host time of a decode step as a share of the step, where all rows of the batch decode."""
-    policy, _ = policy_at(lm, args.cr, args.window)
+    policy = lm.policy if isinstance(lm.policy, DMS) else policy_at(lm, args.cr, args.window)[0]
     batch, prompt = args.batch, args.overhead_prompt
     new = args.burst * (args.overhead_steps + 2)
     page = args.page * (2 * lm.config.head_dim * jnp.dtype(lm.params["embed"].dtype).itemsize + 4)
@@ -425,7 +456,7 @@ def plot(found: Figures) -> Any:
         values = [loop[name][key] for name in ("dense", "compressed")]
         if key == "tokens_per_second":
             values = [value / values[0] for value in values]
-        bars = axes.bar(["dense", f"CR {found['cr']:g}"], values, color=["#4D4D4D", "#0072B2"], width=0.6)
+        bars = axes.bar(["dense", "compressed"], values, color=["#4D4D4D", "#0072B2"], width=0.6)
         axes.bar_label(bars, fmt="%.2f", fontsize=9)
         axes.set_ylabel(label)
         axes.grid(True, axis="y", color="0.88", linewidth=0.8)
@@ -439,13 +470,13 @@ def plot(found: Figures) -> Any:
 
 def _parser() -> cli.Parser:
     p = cli.parser("python -m benchmarks.serving", __doc__.partition("--check and --soak")[0].strip())
-    p.add_argument("--model", default="smollm2-135m", help="directory, hub name or smollm2-135m")
+    p.add_argument("--model", default="smollm2-135m-dms-8x", help="directory or name")
     p.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: bfloat16; float32 with --check, --soak")
     p.add_argument("--check", type=int, metavar="COUNT", help="instead: so many requests against each alone")
     p.add_argument("--soak", type=float, metavar="MINUTES", help="instead: a load of all kinds for so long")
     p.add_argument("--seed", type=int, default=0, help="of --check and --soak")
-    p.add_argument("--cr", type=float, default=8.0, help="tokens per token that the gates keep, beyond the window")
-    p.add_argument("--window", type=int, default=64, unit="tokens", help="eviction delay")
+    p.add_argument("--cr", type=float, default=8.0, help="of a model without a DMS policy")
+    p.add_argument("--window", type=int, default=64, unit="tokens", help="of a model without a DMS policy")
     p.add_argument("--pool", type=float, default=110.0, unit="MiB", help="of each engine's pool of pages")
     p.add_argument("--prompt", type=int, default=2048, unit="tokens", help="of a request")
     p.add_argument("--new", type=int, default=256, unit="tokens", help="generated for it")
@@ -481,7 +512,9 @@ def _run(args: argparse.Namespace) -> int:
         "name": Path(args.model).name,
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
-        "gates": "a fixed share of each head's tokens, not trained",
+        "gates": "the model's own"
+        if isinstance(lm.policy, DMS)
+        else "a fixed share of each head's tokens, not trained",
         **{
             name: getattr(args, name) for name in ("cr", "window", "prompt", "new", "page", "chunk", "burst", "reserve")
         },
