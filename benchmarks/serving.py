@@ -92,7 +92,7 @@ class Loop:
     """Clients of one engine, each with one request at a time."""
 
     def __init__(self, lm: LM, options: EngineOptions, clients: int, prompts: np.ndarray, new: int, seed: int = 0):
-        self.engine = Engine(lm._model, None, options)
+        self.engine = lm.engine(options)
         self._rng = np.random.default_rng(seed)
         self._request = lambda: Request(self._rng.choice(prompts).tolist(), new, sampling=GREEDY)
         self.tokens = self.ended = self.decoded = 0
@@ -225,7 +225,7 @@ def overhead(lm: LM, args: argparse.Namespace) -> Figures:
         prefill_chunk=args.chunk,
         burst=args.burst,
     )
-    engine = Engine(lm.with_policy(policy)._model, None, options)
+    engine = lm.with_policy(policy).engine(options)
     rng = np.random.default_rng(1)
     for _ in range(batch):
         engine.submit(Request(rng.integers(3, lm.config.vocab_size, prompt).tolist(), new, sampling=GREEDY))
@@ -265,7 +265,7 @@ def _small(lm: LM, args: argparse.Namespace, pages_per_head: float, **options: A
     page = 4 * (2 * lm.config.head_dim * jnp.dtype(lm.params["embed"].dtype).itemsize + 4)
     sizes: dict[str, Any] = {"slots": 12, "page_size": 4, "prefill_chunk": 16, "max_tokens": 96, "reserve": 0.0}
     pool = int(page * lm.config.layers * lm.config.kv_heads * pages_per_head)
-    return Engine(lm._model, lm.tokenizer, EngineOptions(pool_bytes=pool, **sizes | options))
+    return lm.engine(EngineOptions(pool_bytes=pool, **sizes | options))
 
 
 def _drain(engine: Engine, arrivals: Sequence[tuple[int, Request]]) -> tuple[list[list[int]], list[Piece]]:

@@ -15,6 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from kernels.visibility import PADDING
 from kvsparse_jax import checkpoint, generation, hub
+from kvsparse_jax.engine import Engine, EngineOptions
 from kvsparse_jax.errors import InputError
 from kvsparse_jax.models import decoder
 from kvsparse_jax.models.config import ModelConfig, read_json
@@ -125,6 +126,14 @@ class LM:
     def session(self, batch: int = 1, **options: Any) -> generation.Session:
         """Opens a session of many turns on the compressed cache; see :class:`kvsparse_jax.generation.Session`."""
         return generation.Session(self._model, self.tokenizer, batch, **options)
+
+    def engine(self, options: EngineOptions | None = None) -> Engine:
+        """Makes a serving engine of the model.
+
+        Raises:
+            InputError: a policy or a pool that cannot be served.
+        """
+        return Engine(self._model, self.tokenizer, options)
 
     def replay(
         self,

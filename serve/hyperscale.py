@@ -180,7 +180,7 @@ def _run(args: argparse.Namespace) -> None:
             if engine is None or made != one.method or "cr=" in one.method:
                 engine = None  # its pool goes before another is made
                 model = _method(lm, one.method, longest + one.length, args.dtype)
-                engine, made = Engine(model._model, lm.tokenizer, options), one.method
+                engine, made = model.engine(options), one.method
             for index, chains in hyperscale.run(engine, missing, one.length, one.width, sampling):
                 done[one.name, index] = chains
                 out.write(_row(one.name, index, chains))

@@ -215,7 +215,7 @@ class Server:
 
     def __init__(self, lm: LM, options: EngineOptions, name: str, api_key: str | None = None):
         self.lm, self.name, self._key = lm, name, api_key
-        self.worker = Worker(Engine(lm._model, lm.tokenizer, options))
+        self.worker = Worker(lm.engine(options))
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self.app = Starlette(

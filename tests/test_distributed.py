@@ -20,7 +20,7 @@ import kvsparse_jax as kvs
 from benchmarks.compile_proof import collectives
 from kvsparse_jax import distributed
 from kvsparse_jax.cache.store import CacheOptions
-from kvsparse_jax.engine import Engine, EngineOptions, Request, SamplingOptions
+from kvsparse_jax.engine import EngineOptions, Request, SamplingOptions
 from kvsparse_jax.errors import InputError
 from kvsparse_jax.generation import decode as decoding
 from kvsparse_jax.models.sharding import make_mesh
@@ -251,7 +251,7 @@ def test_engine_on_a_mesh(golden_models):
         lm = of_mesh(golden_models / "llama_rope_yarn", tensor)
         page = 4 * (2 * lm.config.head_dim * 4 + 4) * lm.config.layers * lm.config.kv_heads
         sizes = dict(slots=3, page_size=4, prefill_chunk=16, burst=4, max_tokens=64, pool_bytes=page * 14)
-        engine = Engine(lm._model, lm.tokenizer, EngineOptions(**sizes))
+        engine = lm.engine(EngineOptions(**sizes))
         rng = np.random.default_rng(2)
         for n in (30, 11, 24, 5):
             prompt = rng.integers(3, lm.config.vocab_size, n).tolist()

@@ -77,7 +77,7 @@ class Engine:
 
     Example::
 
-        engine = Engine(model, tokenizer, EngineOptions(pool_bytes=1 << 30))
+        engine = lm.engine(EngineOptions(pool_bytes=1 << 30))
         number = engine.submit(Request([1, 2, 3], max_new_tokens=100))
         while engine.busy:
             for piece in engine.step():
