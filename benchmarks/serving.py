@@ -251,6 +251,47 @@ def overhead(lm: LM, args: argparse.Namespace) -> Figures:
     }
 
 
+def preemption(lm: LM, args: argparse.Namespace) -> Figures:
+    """A sequence leaves and comes back: its pages copied to host memory and back, or its prompt taken in again."""
+    load = load_of(lm, args.prompt, args.cr, args.window)
+    heads = lm.config.layers * lm.config.kv_heads
+    page = args.page * (2 * lm.config.head_dim * jnp.dtype(lm.params["embed"].dtype).itemsize + 4)
+    options = EngineOptions(
+        slots=1,
+        pool_bytes=2 * page * heads * (-(-args.prompt // args.page) + 1),
+        page_size=args.page,
+        max_tokens=args.prompt + 1,
+        prefill_chunk=args.chunk,
+    )
+    found: Figures = {}
+    for name, policy in (("dense", Dense()), ("compressed", load.policy)):
+        runner = lm.with_policy(policy).engine(options).runner
+        copying, again, parcels = [], [], []
+        for nth in range(args.swaps + 1):
+            row = load.prompts[nth % len(load.prompts)].tolist()
+            began = time.perf_counter()
+            for start in range(0, len(row), args.chunk):
+                runner.prefill(0, row[start : start + args.chunk], None, None)
+            middle = time.perf_counter()
+            parcel = runner.save(0)
+            runner.release([0])
+            runner.restore(0, parcel)
+            jax.block_until_ready(runner.cache)
+            end = time.perf_counter()
+            runner.release([0])
+            if nth:  # the first compiles
+                again.append(middle - began)
+                copying.append(end - middle)
+                parcels.append(parcel.nbytes)
+        found[name] = {
+            "seconds_to_recompute": float(np.median(again)),
+            "seconds_to_swap": float(np.median(copying)),
+            "recompute_over_swap": float(np.median(again) / np.median(copying)),
+            "parcel_bytes": float(np.mean(parcels)),
+        }
+    return found | {"tokens": args.prompt, "times": args.swaps, "checks": {}}
+
+
 def _own(lm: LM) -> LM:
     """The model's own policy, or gates that flag about half."""
     if not isinstance(lm.policy, Dense):
@@ -490,6 +531,7 @@ def _parser() -> cli.Parser:
     p.add_argument("--batch", type=int, default=32, unit="rows", help="of the measurement of the host's share; 0: none")
     p.add_argument("--overhead-prompt", type=int, default=128, unit="tokens", help="of its prompts")
     p.add_argument("--overhead-steps", type=int, default=10, help="bursts that it takes")
+    p.add_argument("--swaps", type=int, default=5, help="sequences that leave and come back; 0: none")
     p.add_argument("--output", default="benchmarks/results", help="directory for serving.json and serving.png")
     return p
 
@@ -503,8 +545,10 @@ def _run(args: argparse.Namespace) -> int:
         raise InputError(f"--soak must be above 0 minutes, not {args.soak:g}")
     if not args.cr >= 1 or not args.turn > 0 or min(args.prompt, args.new, args.page, args.most) < 1:
         raise InputError("--cr must be at least 1, --turn above 0, --prompt, --new, --page and --most at least 1")
-    if min(args.rounds, args.batch) < 0 or min(args.overhead_prompt, args.overhead_steps) < 1:
-        raise InputError("--rounds and --batch must be at least 0, --overhead-prompt and --overhead-steps at least 1")
+    if min(args.rounds, args.batch, args.swaps) < 0 or min(args.overhead_prompt, args.overhead_steps) < 1:
+        raise InputError(
+            "--rounds, --batch and --swaps must be at least 0, --overhead-prompt and --overhead-steps at least 1"
+        )
     lm = kvs.load(args.model, dtype=args.dtype or ("float32" if alone else "bfloat16"))
     if args.prompt + args.new > lm.config.max_positions and not alone:
         raise InputError(f"{args.prompt} + {args.new} tokens are more than the model's {lm.config.max_positions}")
@@ -535,6 +579,14 @@ def _run(args: argparse.Namespace) -> int:
         print(table(found["loop"]))
     if not alone and args.batch:
         found["overhead"] = overhead(lm, args)
+    if not alone and args.swaps:
+        found["preemption"] = preemption(lm, args)
+        for name in ("dense", "compressed"):
+            p = found["preemption"][name]
+            print(
+                f"{name}: taking {args.prompt} tokens in again takes {p['recompute_over_swap']:.0f} times as long as "
+                f"copying {p['parcel_bytes'] / 2**20:.1f} MiB"
+            )
     found["goals"] = goals(found)
     for goal in found["goals"]:
         wanted = f"at least {goal['at_least']:g}" if "at_least" in goal else f"at most {goal['at_most']:g}"
@@ -548,7 +600,7 @@ def _run(args: argparse.Namespace) -> int:
     if "loop" in found:
         plot(found).savefig(directory / "serving.png")
         print(directory / "serving.png")
-    parts = ("check", "soak", "loop", "overhead")
+    parts = ("check", "soak", "loop", "overhead", "preemption")
     wrong = [
         f"{part}: {name}"
         for part in parts
