@@ -408,24 +408,34 @@ def test_compilations_without_capacity(llama):
     assert decode._cache_size() - loops <= len({32, 48, 64})
 
 
-def test_the_pool_is_not_copied(dms):
-    """The loop updates the cache in place: what XLA needs besides the arguments is far less than the pool."""
-    session = dms.session()
+@pytest.mark.parametrize("tokens", [None, 4, 64])
+@pytest.mark.parametrize("policy", ["Dense", "DMS", "H2O"])
+def test_the_pool_is_not_copied(dms, policy, tokens):
+    """Decoding (None) and chunks of a prompt update the cache in place.
+
+    What XLA needs besides the arguments is far less than the pool.
+    """
+    lm = {"Dense": dms.with_policy(kvs.Dense()), "DMS": dms, "H2O": dms.with_policy(kvs.H2O(budget=32))}[policy]
+    session = lm.session(capacity=128)
     session.append([5, 6, 7])
-    turn = session._start(request(dms.config, dms.tokenizer, 1, 4))
+    turn = session._start(request(lm.config, lm.tokenizer, 1, 4))
     tree = (session.model, turn.request.sampler, session._store().cache)
     model, sampler, cache = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
     pages = 100_000  # never allocated, only compiled for
-    names = ("k", "v", "expires", "free")
+    names = ("k", "v", "expires", "free", *(["statistic"] if cache.statistic is not None else []))
     large = {
         name: jax.ShapeDtypeStruct((pages, *getattr(cache, name).shape[1:]), getattr(cache, name).dtype)
         for name in names
     }
     cache = dataclasses.replace(cache, **large)
-    row, step = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
-    lowered = decode.lower(model, sampler, State(cache, row, row, None), step)
+    if tokens is None:
+        row, step = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+        lowered = decode.lower(model, sampler, State(cache, row, row, None), step)
+    else:
+        ids, valid = (jax.ShapeDtypeStruct((1, tokens), dtype) for dtype in (jnp.int32, bool))
+        lowered = prefill.lower(model, cache, ids, valid)
     memory = lowered.compile().memory_analysis()
-    pool = 2 * pages * 64 * dms.config.head_dim * 4
+    pool = 2 * pages * 64 * lm.config.head_dim * 4
     assert memory.alias_size_in_bytes > pool
     assert memory.temp_size_in_bytes < pool / 50
 

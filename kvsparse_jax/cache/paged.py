@@ -331,9 +331,9 @@ def _attend(
     at = cache.positions(valid)
     cache, last = _decide(cache, layer, evict, at, valid, local_window, hold)
 
-    def past(cache: PagedCache, at: Array | None) -> Partial:
+    def past(cache: PagedCache, at: Array | None) -> tuple[Partial, PagedCache]:
         table, length, _ = _read(cache, layer)
-        return ragged_attention(
+        part = ragged_attention(
             q,
             cache.k,
             cache.v,
@@ -347,6 +347,8 @@ def _attend(
             token_major=cache.token_major,
             implementation=implementation,
         )
+        # XLA does not see that the pools have been read before they are next written to, and would copy them.
+        return lax.optimization_barrier((part, cache))
 
     if chunk == 1:
         # Stored first: what the step frees is then gone, and what is left is all visible.
@@ -354,9 +356,9 @@ def _attend(
             cache = _store(cache, layer, k, v, last, statistic, at, valid)
         else:
             cache = _store_one(cache, layer, k, v, last, statistic, valid[:, 0])
-        part = past(cache, None)
+        part, cache = past(cache, None)
     else:
-        part = past(cache, at)
+        part, cache = past(cache, at)
         part = merge(part, blockwise.chunk_attention(q, k, v, at, valid, last, scale=scale))
         cache = _store(cache, layer, k, v, last, statistic, at, valid)
     out = jnp.where(valid[:, None, :, None], normalise(part), 0)

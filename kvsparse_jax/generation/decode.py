@@ -94,6 +94,9 @@ def _forward(
             return out, cache, None
         held = paged.held(cache, layer.number, q, k, valid, scale)
         found, stored = policy.select(held), held.stored
+        # XLA does not see that the pools have been read before they are written to, and would copy them.
+        found, cache = lax.optimization_barrier((found, cache))
+        assert isinstance(cache, paged.PagedCache)
         if local is not None:  # a layer with a sliding window forgets by itself
             found = found._replace(keep=found.keep | (local != NEVER))
         out, cache = cache.attend(
