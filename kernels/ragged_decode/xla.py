@@ -20,12 +20,12 @@ ROWS_AT_ONCE = 32
 """Query rows per KV head (group x queries) up to which pages of several heads share an iteration."""
 
 KEYS_PER_ITEM = 128
-"""Keys of one head per item of the decode loop's work list, in whole pages. With pages of 64, 128 keys and 8192 entries
-per iteration were up to 10 % faster than 64 and 4096 in attention alone, and no different in a whole step; pages below
-64 are slower whatever the numbers."""
+"""Keys of one head per item of the decode loop's work list, in whole pages. Whether one page of 64 or two made no
+difference in a whole step; pages below 64 are slower whatever the numbers."""
 
-ENTRIES_AT_ONCE = 8192
-"""Entries per iteration of the decode loop."""
+ENTRIES_AT_ONCE = 4096
+"""Entries per iteration of the decode loop: 0.90 to 0.94 of the time of 8192 (2048: 0.94 to 0.99, 16384: 1.08), since
+the widened keys and values of an iteration then fit the caches of two cores."""
 
 KEYS_AT_ONCE = 512
 """Keys of one head per iteration of the prefill loop."""
