@@ -77,6 +77,17 @@ def test_gradients_equal_reference(
             assert not got[:, 0][np.asarray(segments) < 0].any(), name
 
 
+def test_local_window_of_one() -> None:
+    """The softmax of one key is 1: queries and keys have no gradient but rounding."""
+    *inputs, cotangent = _inputs(16, 9, 2, "soft", 1, 1)
+    with plgpu.force_gpu_interpret_mode(INTERPRETER):
+        _, vjp = jax.vjp(lambda *x: mosaic.attention(*x, None, jnp.int32(1), window=3, scale=0.25), *inputs)
+        d_q, d_k, d_v, d_bias = (np.asarray(x, np.float32) for x in vjp(cotangent))
+    np.testing.assert_allclose(d_v[0, 0], np.asarray(cotangent, np.float32)[0].sum(0), rtol=TOLERANCE, atol=1e-3)
+    for name, got in (("q", d_q), ("k", d_k), ("bias", d_bias)):
+        np.testing.assert_allclose(got, 0, atol=2e-2, err_msg=name)
+
+
 def test_all_rows_masked_gives_zeros() -> None:
     *inputs, cotangent = _inputs(64, 128, 2, "soft", 1, 1)
     segments = jnp.full((1, 128), PADDING, jnp.int32)
