@@ -225,32 +225,44 @@ def decode_cases(args: argparse.Namespace) -> list[Case]:
 
 
 def attention_cases(args: argparse.Namespace) -> list[Case]:
-    """Training attention: result and gradients, soft and hard gates, two segments."""
+    """Training attention, result and gradients: head dimensions; soft, hard, no gate; segments, windows, groups."""
     length = 400 if not args.tiny else 70
-    segments = (jnp.arange(length, dtype=jnp.int32) // (2 * length // 3))[None]
+    long = 2000 if not args.tiny else 200
 
-    def given(dim: int, seed: int) -> Any:
+    def given(dim: int, group: int, length: int, seed: int) -> Any:
         keys = jax.random.split(jax.random.key(seed), 5)
-        q, g = (jax.random.normal(k, (1, 4, length, dim), jnp.bfloat16) for k in keys[:2])
+        q, g = (jax.random.normal(k, (1, 2 * group, length, dim), jnp.bfloat16) for k in keys[:2])
         k, v = (jax.random.normal(k, (1, 2, length, dim), jnp.bfloat16) for k in keys[2:4])
         return q, k, v, 3 * jax.random.normal(keys[4], (1, 2, length), jnp.float32), g
 
-    def run(hard: bool, implementation: str | None, given: Any) -> Any:
+    def run(mode: str, packed: bool, local: int | None, implementation: str | None, given: Any) -> Any:
+        length, dim = given[0].shape[2:]
+        segments = (jnp.arange(length, dtype=jnp.int32) // (2 * length // 3))[None] if packed else None
+        rest: Figures = dict(window=32, scale=dim**-0.5, segment_ids=segments, local_window=local, hard=mode == "hard")
+
         def attend(q: Array, k: Array, v: Array, gate: Array) -> Array:
-            rest: Figures = dict(window=32, scale=q.shape[3] ** -0.5, segment_ids=segments, hard=hard)
-            return delayed_attention(q, k, v, gate, **rest, implementation=implementation)
+            gates = None if mode == "plain" else gate
+            return delayed_attention(q, k, v, gates, **rest, implementation=implementation)
 
         out, back = jax.vjp(attend, *given[:4])
-        return out, back(given[4])[: 3 if hard else 4]
+        return out, back(given[4])[: 4 if mode == "soft" else 3]
 
-    return [
-        Case(
-            f"attention D{dim} {'hard' if hard else 'soft'}",
-            functools.partial(given, dim),
-            functools.partial(run, hard),
+    def case(dim: int, mode: str, group: int = 2, length: int = length, packed: bool = True, local: Any = None) -> Case:
+        return Case(
+            f"attention D{dim} {mode}, group {group}, {length} tokens{', packed' if packed else ''}"
+            + (f", local window {local}" if local else ""),
+            functools.partial(given, dim, group, length),
+            functools.partial(run, mode, packed, local),
         )
-        for dim in ((64, 96, 128, 192, 256) if not args.tiny else (64,))
-        for hard in (False, True)
+
+    every = [
+        case(dim, mode) for dim in ((64, 96, 128, 192, 256) if not args.tiny else (64,)) for mode in ("soft", "hard")
+    ]
+    return [
+        *every,
+        case(128, "plain", group=1, packed=False),
+        case(128, "soft", group=4, length=long, packed=False),
+        case(64, "soft", group=4, length=long, local=long // 3),
     ]
 
 
@@ -308,7 +320,7 @@ def decode_bandwidth(args: argparse.Namespace, bandwidth: float) -> Iterator[tup
 
 
 def training_attention(args: argparse.Namespace) -> Iterator[tuple[str, Figures]]:
-    """TFLOP/s of causal attention with gates that evict nothing, in the shape of Qwen3-8B."""
+    """TFLOP/s of causal attention in the shape of Qwen3-8B, with gates that evict nothing and have a gradient."""
     heads, kv_heads, dim = (32, 8, 128) if not args.tiny else (2, 1, 64)
     for length in (4096, 8192, 16384, 32768) if not args.tiny else (128,):
         keys = jax.random.split(jax.random.key(0), 3)
@@ -316,11 +328,11 @@ def training_attention(args: argparse.Namespace) -> Iterator[tuple[str, Figures]
         k, v = (jax.random.normal(key, (1, kv_heads, length, dim), jnp.bfloat16) for key in keys[1:])
         gate = jnp.full((1, kv_heads, length), -20.0, jnp.float32)
 
-        def ours(q: Array, k: Array, v: Array) -> Array:
+        def ours(q: Array, k: Array, v: Array, gate: Array) -> Array:
             rest: Figures = dict(window=256, scale=dim**-0.5, implementation=args.implementation)
-            return delayed_attention(q, k, v, gate, **rest)  # noqa: B023
+            return delayed_attention(q, k, v, gate, **rest)
 
-        def theirs(implementation: Any) -> Callable[[Array, Array, Array], Array]:
+        def theirs(implementation: Any) -> Callable[..., Array]:
             def rival(q: Array, k: Array, v: Array) -> Array:
                 q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
                 out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
@@ -333,18 +345,24 @@ def training_attention(args: argparse.Namespace) -> Iterator[tuple[str, Figures]
             rivals["cudnn"] = theirs("cudnn")
         if length <= 4096:
             rivals["xla"] = theirs("xla")
+        # Two products forward, five backward, over half of the square; what a kernel computes twice is not counted.
         flops = 2 * length**2 * dim * heads
         found: Figures = {}
         for name, attend in rivals.items():
+            given = (q, k, v, gate) if name == "ours" else (q, k, v)
 
-            def loss(q: Array, k: Array, v: Array, attend: Callable[..., Array] = attend) -> Array:
-                return attend(q, k, v).astype(jnp.float32).sum()
+            def loss(*given: Array, attend: Callable[..., Array] = attend) -> Array:
+                return attend(*given).astype(jnp.float32).sum()
 
-            forward = seconds(jax.jit(attend), q, k, v)
-            both = seconds(jax.jit(jax.grad(loss, (0, 1, 2))), q, k, v)
-            found[name] = {"forward": flops / forward / 1e12, "forward_backward": 3.5 * flops / both / 1e12}
+            forward = seconds(jax.jit(attend), *given)
+            both = seconds(jax.jit(jax.grad(loss, tuple(range(len(given))))), *given)
+            found[name] = {
+                "forward": flops / forward / 1e12,
+                "backward": 2.5 * flops / max(both - forward, 1e-9) / 1e12,
+                "forward_backward": 3.5 * flops / both / 1e12,
+            }
         for name in rivals.keys() - {"ours"}:
-            for kind in ("forward", "forward_backward"):
+            for kind in ("forward", "backward", "forward_backward"):
                 found[f"{kind}_over_{name}"] = found["ours"][kind] / found[name][kind]
         yield f"attention T {length} TFLOP/s", found
 

@@ -36,6 +36,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 from kernels.delayed_eviction import mosaic as delayed_eviction
+from kernels.delayed_eviction import mosaic_backward as delayed_backward
 from kernels.hopper import SHARED_MEMORY, plgpu, tiled
 from kernels.ragged_decode import mosaic as ragged_decode
 
@@ -74,6 +75,7 @@ def cases() -> dict[str, Case]:
     return {
         **_toolchain(),
         **delayed_eviction.aot_cases(),
+        **delayed_backward.aot_cases(),
         **ragged_decode.aot_cases(),
     }
 

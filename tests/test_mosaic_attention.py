@@ -1,4 +1,4 @@
-"""The Mosaic kernel of attention under delayed eviction, interpreted: races are errors, unwritten memory is NaN."""
+"""The forward kernel of attention under delayed eviction, interpreted: races are errors, unwritten memory is NaN."""
 
 from typing import Any
 
@@ -17,12 +17,12 @@ INTERPRETER = plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="
 
 
 def _inputs(dim: int, length: int, groups: int, mode: str, batch: int = 1) -> tuple[jax.Array | None, ...]:
-    keys = jax.random.split(jax.random.key(dim + length), 5)
+    keys = jax.random.split(jax.random.key(dim + length), 4)
     q = jax.random.normal(keys[0], (batch, 2 * groups, length, dim), jnp.bfloat16)
     k, v = (jax.random.normal(key, (batch, 2, length, dim), jnp.bfloat16) for key in keys[1:3])
     gate = 3 * jax.random.normal(keys[3], (batch, 2, length)) + (3 if mode == "hard" else 0)
     bias = {"plain": None, "soft": -jax.nn.softplus(gate), "hard": jnp.where(gate > 0, -jnp.inf, 0.0)}[mode]
-    return q, k, v, bias, jax.random.normal(keys[4], q.shape, jnp.bfloat16)
+    return q, k, v, bias
 
 
 def _near(got: Any, wanted: Any, tolerance: float = 1e-2) -> None:
@@ -51,37 +51,24 @@ def _segments(length: int) -> jax.Array:
         (16, 1, 1, "soft", False, None),
     ],
 )
-def test_forward_and_gradients_equal_reference(
+def test_forward_equals_reference(
     dim: int, length: int, groups: int, mode: str, segmented: bool, local: int | None
 ) -> None:
-    *inputs, cotangent = _inputs(dim, length, groups, mode)
+    inputs = _inputs(dim, length, groups, mode)
     segments = _segments(length).astype(jnp.int32) if segmented else None
+    rest: dict[str, Any] = {"window": 20, "scale": dim**-0.5}
     reach = None if local is None else jnp.int32(local)
-
-    def wanted(*x: jax.Array) -> jax.Array:
-        return reference.attention(*x, segments, reach, window=20, scale=dim**-0.5)
-
-    def kernel(*x: jax.Array) -> jax.Array:
-        return mosaic.attention(*x, segments, reach, window=20, scale=dim**-0.5, hard=mode == "hard")
-
     wide = [None if x is None else x.astype(jnp.float32) for x in inputs]
-    out, vjp = jax.vjp(wanted, *wide)
+    wanted = reference.attention(*wide, segments, reach, **rest)
     with plgpu.force_gpu_interpret_mode(INTERPRETER):
-        kernel_out, kernel_vjp = jax.vjp(kernel, *inputs)
-        grads = kernel_vjp(cotangent)
-    _near(kernel_out, out)
+        found = mosaic.attention(*inputs, segments, reach, **rest, hard=mode == "hard")
+    _near(found, wanted)
     if segments is not None:
-        assert not np.asarray(kernel_out.astype(jnp.float32))[0][:, np.asarray(segments[0]) < 0].any()
-    for grad, x in zip(grads, vjp(cotangent.astype(jnp.float32)), strict=True):
-        if x is not None:
-            # One key in the window of each query: the softmax is 1, and what is left is rounding.
-            _near(grad, x) if np.abs(x).max() > 1e-3 else np.testing.assert_allclose(
-                np.asarray(grad, np.float32), np.asarray(x), atol=2e-2
-            )
+        assert not np.asarray(found.astype(jnp.float32))[0][:, np.asarray(segments[0]) < 0].any()
 
 
 def test_all_rows_masked_gives_zeros() -> None:
-    q, k, v, bias, _ = _inputs(64, 128, 1, "hard")
+    q, k, v, bias = _inputs(64, 128, 1, "hard")
     segments = jnp.full((1, 128), PADDING, jnp.int32)
     with plgpu.force_gpu_interpret_mode(INTERPRETER):
         out = mosaic.attention(q, k, v, bias, segments, None, window=3, scale=0.1, hard=True)
@@ -89,7 +76,7 @@ def test_all_rows_masked_gives_zeros() -> None:
 
 
 def test_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v, gate, _ = _inputs(64, 128, 1, "soft")
+    q, k, v, gate = _inputs(64, 128, 1, "soft")
     settings: dict[str, Any] = {"window": 3, "scale": 0.1}
     with pytest.raises(NotImplementedError, match="needs a Hopper GPU.*'xla' can"):
         delayed_attention(q, k, v, gate, implementation="mosaic", **settings)

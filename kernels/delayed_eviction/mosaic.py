@@ -1,6 +1,6 @@
 """Attention under delayed eviction as a Pallas Mosaic GPU kernel for Hopper (sm_90a).
 
-The forward pass is a kernel; the backward pass is XLA's, from the kernel's log-sum-exp.
+The forward pass; the backward pass is :mod:`kernels.delayed_eviction.mosaic_backward`.
 
 One warpgroup streams blocks into shared memory (TMA), two multiply (wgmma): each keeps 64 rows of the result in
 registers. Which blocks are visited, and which of them need a mask, is decided outside
@@ -14,7 +14,6 @@ Scores are kept in powers of two: ``exp2`` is the instruction, and log2(e) is pa
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,25 +24,35 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
 from kernels import hopper
-from kernels.delayed_eviction import schedule, xla
+from kernels.delayed_eviction import mosaic_backward, schedule, xla
 from kernels.delayed_eviction.schedule import Bounds, Kept
-from kernels.hopper import plgpu, tiled
+from kernels.delayed_eviction.tiles import (
+    BLOCK,
+    LOG2E,
+    REGISTERS,
+    ROWS,
+    WARPGROUPS,
+    adding,
+    along_columns,
+    along_rows,
+    full,
+    iota,
+    leading,
+    per_column,
+    per_row,
+    product,
+    slot_of,
+    spill_buffer,
+    tile,
+)
+from kernels.hopper import plgpu
 from kernels.shapes import MODELS, OTHER_DIMS
 from kernels.visibility import PADDING
-
-ROWS = 64
-"""Rows of a wgmma tile: what one warpgroup computes at a time."""
 
 DIMS = (64, 96, 128, 192, 256)
 """Head dimensions that the kernels serve; smaller ones are padded to the next."""
 
-_WARPGROUPS = 2  # that multiply
-_BLOCK = ROWS * _WARPGROUPS  # rows of the result per block of threads; sequences are padded to it
-_LOG2E = math.log2(math.e)
 _LOWEST = -1e30  # below every score, and finite: the difference of two of them is not NaN
-# Registers per thread after the warpgroups have traded: (2 x 240 + 24) x 128 threads is what a block is launched with,
-# 168 x 384. A sum that is larger would wait for ever.
-_REGISTERS = (240, 24)
 
 
 class _Plan(NamedTuple):
@@ -84,7 +93,7 @@ def attention(
     """Same contract as :func:`kernels.delayed_eviction.reference.attention`; differentiable in q, k, v and bias.
 
     Args:
-        hard: the bias is 0 or -inf. Its gradient is then 0.
+        hard: the bias is 0 or -inf.
 
     Raises:
         NotImplementedError: what :func:`unsupported` says.
@@ -93,7 +102,7 @@ def attention(
     if reason is not None:
         raise NotImplementedError(f"the Mosaic kernel of delayed_attention cannot do this: {reason}; 'xla' can")
     length, dim = q.shape[2:]
-    more, wider = -length % _BLOCK, next(d for d in DIMS if d >= dim) - dim
+    more, wider = -length % BLOCK, next(d for d in DIMS if d >= dim) - dim
     if more or wider:
         # Behind every query, so that no mask is needed for them.
         grow = [(0, 0), (0, 0), (0, more), (0, wider)]
@@ -120,81 +129,12 @@ def _attention_fwd(
 
 
 def _attention_bwd(plan: _Plan, residuals: tuple[Array, ...], d_out: Array) -> tuple[Array | None, ...]:
-    *rest, out, lse = residuals
-    lse = lse.reshape(lse.shape[0], rest[1].shape[1], -1, lse.shape[2])
-    return xla.backward(xla.Shape(plan.window, plan.scale, _BLOCK, _BLOCK), (*rest, out, lse), d_out)
+    q, k, v, bias, segment_ids, local, out, lse = residuals
+    given = (q, k, v, bias, segment_ids, local, out, lse, d_out)
+    return *mosaic_backward.backward(*given, window=plan.window, scale=plan.scale), None, None
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
-
-
-def _tile(*shape: int) -> Any:
-    return plgpu.SMEM(shape, jnp.bfloat16, transforms=tiled(jnp.bfloat16, shape[-1]))
-
-
-def _along_rows(x: Array, shape: tuple[int, int]) -> Array:
-    """A number per row."""
-    return lax.broadcast_in_dim(x, shape, (0,))
-
-
-def _along_columns(x: Array, shape: tuple[int, int]) -> Array:
-    """A number per column."""
-    return lax.broadcast_in_dim(x, shape, (1,))
-
-
-def _per_row(ref: Any) -> Array:
-    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1))
-
-
-def _per_column(ref: Any) -> Array:
-    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0))
-
-
-def _full(shape: tuple[int, ...], value: float) -> Array:
-    layout = plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-
-def _iota(shape: tuple[int, int], axis: int) -> Array:
-    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
-
-
-def _product(a: Any, b: Any, after_issue: Callable[[], None] = lambda: None) -> Array:
-    """a @ b of two references to shared memory, in float32; ``after_issue`` runs while it is computed."""
-
-    def multiply(acc: Any) -> Array:
-        plgpu.wgmma(acc, a, b)
-        after_issue()
-        return acc[...]
-
-    return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
-
-
-def _add_product(total: Array, a: Array, b: Any, spill: Any) -> Array:
-    """total + a @ b, with a in registers.
-
-    The interpreter of jax 0.12 knows neither an operand in registers nor an accumulator with a start value, so there
-    the operand goes through ``spill``.
-    """
-    if spill is not None:
-        spill[...] = a
-        plgpu.commit_smem()
-        return total + _product(spill, b)
-    return pl.run_state(lambda acc: plgpu.wgmma(acc, a, b))(plgpu.ACC.init(total))
-
-
-def _spill(columns: int) -> dict[str, Any]:
-    """The buffer of :func:`_add_product`, a tile per warpgroup."""
-    return {"spill": _tile(_WARPGROUPS, ROWS, columns)} if hopper.interpreting() else {}
-
-
-def _at(ref: Any, batch: Array, head: Array) -> tuple[Array, Array]:
-    """Index of the leading axes of an array in which they may be 1."""
-    return batch if ref.shape[0] > 1 else jnp.int32(0), head if ref.shape[1] > 1 else jnp.int32(0)
-
-
-def _slot(n: Array, stages: int) -> Array:
-    return lax.rem(n, jnp.int32(stages))
 
 
 class _Inputs(NamedTuple):
@@ -232,18 +172,18 @@ def _forward_body(plan: _Plan, block_k: int, stages: int, x: _Inputs, out_ref: A
     batch, head, warpgroup = lax.axis_index("batch"), lax.axis_index("heads"), lax.axis_index("warpgroup")
     length, dim = x.q.shape[2:]
     # The last rows have the longest way: they start first, so that no long one is left alone at the end.
-    block = jnp.int32(length // _BLOCK - 1) - lax.axis_index("rows")
+    block = jnp.int32(length // BLOCK - 1) - lax.axis_index("rows")
     kv_head = lax.div(head, jnp.int32(x.q.shape[1] // x.k.shape[1]))
-    row = (*_at(x.visits.order, batch, kv_head), block)
+    row = (leading(x.visits.order, batch), leading(x.visits.order, kv_head, 1), block)
     plain, visits = x.visits.counts[(*row, jnp.int32(0))], x.visits.counts[(*row, jnp.int32(1))]
 
-    @pl.when(warpgroup == _WARPGROUPS)
+    @pl.when(warpgroup == WARPGROUPS)
     def stream() -> None:
-        plgpu.set_max_registers(_REGISTERS[1], action="decrease")
+        plgpu.set_max_registers(REGISTERS[1], action="decrease")
 
         @pl.loop(jnp.int32(0), visits)
         def visit(n: Array) -> None:
-            slot = _slot(n, stages)
+            slot = slot_of(n, stages)
             keys = pl.ds(x.visits.order[(*row, n)] * block_k, block_k)
 
             @pl.when(n >= stages)
@@ -255,14 +195,16 @@ def _forward_body(plan: _Plan, block_k: int, stages: int, x: _Inputs, out_ref: A
             landed = smem["k_full"].at[slot]
             plgpu.copy_gmem_to_smem(x.k.at[batch, kv_head, keys], smem["k"].at[slot], landed)
             for name, ref in x.per_key().items():
-                plgpu.copy_gmem_to_smem(ref.at[(*_at(ref, batch, kv_head), keys)], smem[name].at[slot], landed)
+                plgpu.copy_gmem_to_smem(
+                    ref.at[leading(ref, batch), leading(ref, kv_head, 1), keys], smem[name].at[slot], landed
+                )
             pl.when(n >= stages)(lambda: plgpu.barrier_wait(smem["v_free"].at[slot]))
             plgpu.copy_gmem_to_smem(x.v.at[batch, kv_head, keys], smem["v"].at[slot], smem["v_full"].at[slot])
 
-    @pl.when(warpgroup < _WARPGROUPS)
+    @pl.when(warpgroup < WARPGROUPS)
     def compute() -> None:
-        plgpu.set_max_registers(_REGISTERS[0], action="increase")
-        first = block * _BLOCK + warpgroup * ROWS
+        plgpu.set_max_registers(REGISTERS[0], action="increase")
+        first = block * BLOCK + warpgroup * ROWS
         rows = pl.ds(first, ROWS)
         q, landed, turn = smem["q"].at[warpgroup], smem["q_full"].at[warpgroup], smem["turn"]
         spill = smem["spill"].at[warpgroup] if "spill" in smem else None
@@ -279,21 +221,21 @@ def _forward_body(plan: _Plan, block_k: int, stages: int, x: _Inputs, out_ref: A
 
         def visit(masked: bool, n: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             total, top, weight = state
-            slot = _slot(n, stages)
+            slot = slot_of(n, stages)
             plgpu.barrier_wait(smem["k_full"].at[slot])
-            s = _product(q, smem["k"].at[slot].transpose((1, 0)), take_turns) * (plan.scale * _LOG2E)
+            s = product(q, smem["k"].at[slot].transpose((1, 0)), take_turns) * (plan.scale * LOG2E)
             if x.q_segments is not None and masked:
-                of_q = _along_rows(_per_row(smem["q_segments"].at[warpgroup]), shape)
-                s = jnp.where(of_q == _along_columns(_per_column(smem["k_segments"].at[slot]), shape), s, -jnp.inf)
-            bias = None if x.bias is None else _along_columns(_per_column(smem["bias"].at[slot]), shape)
+                of_q = along_rows(per_row(smem["q_segments"].at[warpgroup]), shape)
+                s = jnp.where(of_q == along_columns(per_column(smem["k_segments"].at[slot]), shape), s, -jnp.inf)
+            bias = None if x.bias is None else along_columns(per_column(smem["bias"].at[slot]), shape)
             if masked:
                 at = x.visits.order[(*row, n)]
                 if x.k_positions is None:
-                    part, position = jnp.int32(0), _iota(shape, 1) + at * block_k
+                    part, position = jnp.int32(0), iota(shape, 1) + at * block_k
                 else:
                     part = (at >= length // block_k).astype(jnp.int32)
-                    position = _along_columns(_per_column(smem["k_positions"].at[slot]), shape)
-                distance = (_iota(shape, 0) + first) - position
+                    position = along_columns(per_column(smem["k_positions"].at[slot]), shape)
+                distance = (iota(shape, 0) + first) - position
                 if bias is not None:
                     s = s + jnp.where(distance > plan.window, bias, 0.0)
                 s = jnp.where((distance >= x.limits[part, 0]) & (distance <= x.limits[part, 1]), s, -jnp.inf)
@@ -302,29 +244,29 @@ def _forward_body(plan: _Plan, block_k: int, stages: int, x: _Inputs, out_ref: A
             plgpu.barrier_arrive(smem["k_free"].at[slot])
 
             new_top = jnp.maximum(top, s.max(axis=1))
-            p = jnp.exp2(s - _along_rows(new_top, shape))
+            p = jnp.exp2(s - along_rows(new_top, shape))
             decay = jnp.exp2(top - new_top)
-            total = total * _along_rows(decay, (ROWS, dim))
+            total = total * along_rows(decay, (ROWS, dim))
             weight = weight * decay + p.sum(axis=1)
             narrow = p.astype(jnp.bfloat16)
             total, weight, new_top, narrow = lax.optimization_barrier((total, weight, new_top, narrow))
             plgpu.barrier_arrive(turn)
             plgpu.barrier_wait(smem["v_full"].at[slot])
             plgpu.barrier_wait(turn)
-            total = _add_product(total, narrow, smem["v"].at[slot], spill)
+            total = adding({"": total}, lambda add: add("", narrow, smem["v"].at[slot]), spill=spill)[""]
             plgpu.barrier_arrive(smem["v_free"].at[slot])
             return total, new_top, weight
 
         pl.when(warpgroup == 1)(take_turns)
-        state = (_full((ROWS, dim), 0.0), _full((ROWS,), _LOWEST), _full((ROWS,), 0.0))
+        state = (full((ROWS, dim), 0.0), full((ROWS,), _LOWEST), full((ROWS,), 0.0))
         state = lax.fori_loop(jnp.int32(0), plain, functools.partial(visit, False), state)
         total, top, weight = lax.fori_loop(plain, visits, functools.partial(visit, True), state)
         pl.when(warpgroup == 0)(take_turns)
 
         empty = weight == 0.0
         divisor = jnp.where(empty, 1.0, weight)
-        q[...] = (total * _along_rows(1.0 / divisor, (ROWS, dim))).astype(jnp.bfloat16)
-        smem["lse"].at[warpgroup][...] = jnp.where(empty, jnp.inf, top * (1 / _LOG2E) + jnp.log(divisor))
+        q[...] = (total * along_rows(1.0 / divisor, (ROWS, dim))).astype(jnp.bfloat16)
+        smem["lse"].at[warpgroup][...] = jnp.where(empty, jnp.inf, top * (1 / LOG2E) + jnp.log(divisor))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q, out_ref.at[batch, head, rows])
         plgpu.copy_smem_to_gmem(smem["lse"].at[warpgroup], lse_ref.at[batch, head, rows])
@@ -339,7 +281,7 @@ def _forward(
     block_k, stages = 128 if dim <= 128 else 64, 2
     reach = schedule.reach(local)
     window = jnp.int32(plan.window)
-    q_bounds = Bounds.of(schedule.positions(length), _BLOCK)
+    q_bounds = Bounds.of(schedule.positions(length), BLOCK)
     k_bounds = Bounds.of(schedule.positions(length), block_k)
     ids = None if segment_ids is None else schedule.ids(segment_ids)
     k_ids = None if ids is None else ids[1][:, None]
@@ -362,14 +304,14 @@ def _forward(
         limits = [[jnp.int32(0), reach]] * 2
         k_positions = None
     if ids is not None and k_ids is not None:
-        pairs = pairs.within(Bounds.of(ids[0][:, None], _BLOCK), Bounds.of(k_ids, block_k))
+        pairs = pairs.within(Bounds.of(ids[0][:, None], BLOCK), Bounds.of(k_ids, block_k))
     inputs = _Inputs(
         q=q,
         k=k,
         v=v,
         limits=jnp.asarray(limits, jnp.int32),
         visits=pairs.by_query(),
-        bias=None if bias is None else bias.astype(jnp.float32) * jnp.float32(_LOG2E),
+        bias=None if bias is None else bias.astype(jnp.float32) * jnp.float32(LOG2E),
         k_positions=k_positions,
         q_segments=None if ids is None else ids[0],
         k_segments=k_ids,
@@ -378,7 +320,7 @@ def _forward(
         name: plgpu.SMEM((stages, block_k), jnp.float32 if name == "bias" else jnp.int32) for name in inputs.per_key()
     }
     if ids is not None:
-        vectors["q_segments"] = plgpu.SMEM((_WARPGROUPS, ROWS), jnp.int32)
+        vectors["q_segments"] = plgpu.SMEM((WARPGROUPS, ROWS), jnp.int32)
     return plgpu.kernel(
         functools.partial(_forward_body, plan, block_k, stages),
         out_type=(
@@ -386,22 +328,22 @@ def _forward(
             jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),
         ),
         scratch_types={
-            "q": _tile(_WARPGROUPS, ROWS, dim),
-            "k": _tile(stages, block_k, dim),
-            "v": _tile(stages, block_k, dim),
-            "lse": plgpu.SMEM((_WARPGROUPS, ROWS), jnp.float32),
+            "q": tile(WARPGROUPS, ROWS, dim),
+            "k": tile(stages, block_k, dim),
+            "v": tile(stages, block_k, dim),
+            "lse": plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32),
             **vectors,
-            **_spill(block_k),
-            "q_full": plgpu.Barrier(num_arrivals=1 + (ids is not None), num_barriers=_WARPGROUPS),
+            **spill_buffer(block_k),
+            "q_full": plgpu.Barrier(num_arrivals=1 + (ids is not None), num_barriers=WARPGROUPS),
             "k_full": plgpu.Barrier(num_arrivals=1 + len(inputs.per_key()), num_barriers=stages),
             "v_full": plgpu.Barrier(num_barriers=stages),
-            "k_free": plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),
-            "v_free": plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),
-            "turn": plgpu.Barrier(num_arrivals=_WARPGROUPS),
+            "k_free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
+            "v_free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
+            "turn": plgpu.Barrier(num_arrivals=WARPGROUPS),
         },
-        grid=(batch, length // _BLOCK, heads),
+        grid=(batch, length // BLOCK, heads),
         grid_names=("batch", "rows", "heads"),
-        num_threads=_WARPGROUPS + 1,
+        num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         kernel_name="delayed_forward",
         compiler_params=plgpu.CompilerParams(approx_math=True),
