@@ -1,16 +1,15 @@
 """Ragged attention as a Pallas kernel for TPUs: pages are copied by DMA, several tiles ahead of what is computed.
 
-XLA gathers the pages of an iteration before it computes with them, in a few dozen small programs. Here one program walks
-the live tiles (up to :data:`KEYS` entries of one head, in whole pages) of a block of heads, numbered through, so that
-copies never wait for a head's end: a head that is ten times longer has ten times the tiles. Of a head's pages those with
-live entries are read, once, and as they are stored.
+XLA gathers the pages of an iteration before it computes with them, in a few dozen small programs. Here one program
+walks the live tiles (up to :data:`KEYS` entries of one head, in whole pages) of a block of heads, numbered through, so
+that copies never wait for a head's end: a head that is ten times longer has ten times the tiles. The pages with live
+entries are read once, as they are stored, and no others.
 
 A TPU's rows have 128 lanes. Where a head has fewer channels, the pool holds n tokens side by side in a row, and the
 queries are repeated n times, each time at the lanes of one of the n tokens and zero at the others: a row of scores then
 belongs to every n-th token, and n parts are merged at the end. No page is rearranged.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ from jax._src import config as _config
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu
 
+from kernels import hopper
 from kernels.partial import EMPTY, Partial
 
 pltpu: Any = tpu
@@ -32,15 +32,18 @@ LANES = 128
 KEYS = 512
 """Entries of a tile at most, in whole pages."""
 
-ROWS = 64
+ROWS = 128
 """Query rows per KV head (group x queries, n times) that the kernel takes; more are a prefill's."""
+
+HEADS = 2**15
+"""KV heads of all sequences that the kernel takes: their lengths are in scalar memory."""
 
 TILES_AT_ONCE = 2
 """Tiles per iteration: they do not depend on each other, so that one's products hide the other's reductions."""
 
 _IN_FLIGHT = 4 * 2**20  # bytes of the buffers that pages are copied to
-_TABLES = 2**16  # entries of page tables in scalar memory, 256 KB, of which there are two
-_RESULTS = 4 * 2**20  # bytes of a block's queries and results
+_TABLES = 2**16  # entries of a block's page tables in scalar memory: 256 KB, twice
+_RESULTS = 2 * 2**20  # bytes of a block's queries and results, twice
 
 
 @dataclass(frozen=True)
@@ -101,14 +104,40 @@ def plan(k: Array, v: Array, dim: int, rows: int, heads: int, table: int) -> Pla
     stages = TILES_AT_ONCE * max(2, min(_IN_FLIGHT // (tile * TILES_AT_ONCE), 8))
     most = min(_TABLES // (LANES * pl.cdiv(table, LANES)), _RESULTS // (padded * 4 * (2 * lanes + LANES)))
     block = heads if heads <= most else 8 * max(1, most // 8)
-    return Plan(
-        dim, side_by_side, page, run, padded, rows, block, pl.cdiv(heads, block), stages, not v.shape[2]
-    )
+    return Plan(dim, side_by_side, page, run, padded, rows, block, pl.cdiv(heads, block), stages, not v.shape[2])
 
 
-def interpreting() -> bool:
-    """Whether kernels traced now run in the interpreter (``pltpu.force_tpu_interpret_mode``)."""
-    return _config.pallas_tpu_interpret_mode_context_manager.value is not None
+def unsupported(q: Array, k: Array, v: Array, tables: Array, coded: bool = False, masked: bool = False) -> str | None:
+    """Why the kernel cannot do this, on this device; None if it can. Arguments as of the entry point, token_major.
+
+    Args:
+        q, k, v, tables: as there.
+        coded: the pages hold 8-bit codes.
+        masked: entries have an ``expires``.
+    """
+    interpreter = _config.pallas_tpu_interpret_mode_context_manager.value
+    if not isinstance(interpreter, pltpu.InterpretParams):
+        platform = hopper.device().platform
+        if platform != "tpu":
+            return f"it needs a TPU, and this is a {platform.upper()}"
+    heads, queries, dim = q.shape[1:]
+    if coded or k.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"its pages are bfloat16 or float32, not {k.dtype}"
+    if q.dtype != k.dtype:
+        return f"its queries are of the pages' dtype {k.dtype}, not {q.dtype}"
+    if masked:
+        return "it shows every entry to every query, and these expire"
+    rows = heads // tables.shape[1] * queries * (k.shape[2] // dim)
+    if rows > ROWS:
+        return f"it takes {ROWS} query rows per KV head (group x queries x tokens in a row), not {rows}"
+    tile = 32 // k.dtype.itemsize
+    if k.shape[1] % tile:
+        return f"its pages have a multiple of {tile} rows, not {k.shape[1]}"
+    if tables.shape[0] * tables.shape[1] > HEADS:
+        return f"it takes {HEADS} KV heads of all sequences, not {tables.shape[0] * tables.shape[1]}"
+    if tables.shape[2] > _TABLES // 8:
+        return f"its page tables have at most {_TABLES // 8} entries, not {tables.shape[2]}"
+    return None
 
 
 def _kernel(p: Plan, pool: Any, scale: float, soft_cap: float | None) -> Any:
@@ -239,14 +268,16 @@ def _kernel(p: Plan, pool: Any, scale: float, soft_cap: float | None) -> Any:
         stats[...] = jnp.where(lane < LANES // 2, f32(EMPTY), f32(0))
         total[...] = jnp.zeros(total.shape, f32)
 
-        first = next_head(i32(0)), i32(0)
-        ahead = first
-        for slot in range(p.stages):
+        def fill(slot: Any, ahead: tuple[Any, Any]) -> tuple[Any, Any]:
             start(*ahead, slot)
-            ahead = advance(*ahead)
+            return advance(*ahead)
+
+        first = next_head(i32(0)), i32(0)
+        ahead = lax.fori_loop(i32(0), i32(p.stages), fill, first)
 
         def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-            i, head, tile, *ahead = carry
+            i, head, tile, *rest = carry
+            ahead = rest[0], rest[1]
             slot = lax.rem(i, i32(p.stages))
             items = []
             for u in range(TILES_AT_ONCE):
@@ -289,7 +320,7 @@ def _kernel(p: Plan, pool: Any, scale: float, soft_cap: float | None) -> Any:
                 jax.ShapeDtypeStruct((heads, p.rows, p.width), f32),
                 jax.ShapeDtypeStruct((heads, p.rows, LANES), f32),
             ],
-            compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=48 * 2**20),
+            compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), disable_bounds_checks=True),
             name="ragged_decode",
         )(lengths, tables, q, *pools)
 
@@ -310,14 +341,21 @@ def attention(
     scale: float,
     soft_cap: float | None = None,
 ) -> Partial:
-    """See :func:`kernels.ragged_decode.api.ragged_attention`, with ``token_major``."""
+    """See :func:`kernels.ragged_decode.api.ragged_attention`, with ``token_major``.
+
+    Raises:
+        NotImplementedError: what :func:`unsupported` says.
+    """
+    reason = unsupported(q, k, v, tables, k_scale is not None or v_scale is not None, expires is not None)
+    if reason is not None:
+        raise NotImplementedError(f"the TPU kernel of ragged_attention cannot do this: {reason}; 'xla' can")
     batch, heads, queries, dim = q.shape
     kv_heads = tables.shape[1]
     flat, rows = batch * kv_heads, heads // kv_heads * queries
     p = plan(k, v, dim, rows, flat, tables.shape[2])
     n = p.side_by_side
     # Row a R + r is row r at the lanes of token a of n.
-    apart = jnp.eye(n, dtype=q.dtype)[:, None, :, None] * q.reshape(flat, 1, rows, 1, dim)
+    apart = jnp.eye(n, dtype=q.dtype)[None, :, None, :, None] * q.reshape(flat, 1, rows, 1, dim)
     apart = apart.reshape(flat, n * rows, p.width)
     apart = jnp.pad(apart, ((0, 0), (0, p.rows - n * rows), (0, 0))).astype(k.dtype)
     padded = jnp.pad(lengths.reshape(flat), (0, p.blocks * p.heads - flat))
