@@ -24,13 +24,15 @@ def interpreted():
 
 
 def as_on_tpu(given, dim, dtype=jnp.bfloat16):
-    """The same with token_major pages of ``dtype``: tokens side by side where a row of 128 has room."""
+    """The same with token_major pages, tokens side by side where a row of 128 has room; None: as they are stored."""
     n = 128 // dim if 128 % dim == 0 else 1
-    k = given["k"].swapaxes(1, 2)
-    rows = len(k), k.shape[1] // n, dim * n
-    v = given["v"].reshape(rows) if given["v"].size else given["v"]
-    made = {**given, "k": k.reshape(rows), "v": v, "token_major": True}
-    return {**made, **{name: made[name].astype(dtype) for name in ("q", "k", "v")}}
+    rows = len(given["v"]), given["v"].shape[1] // n
+    pages = {
+        "k": given["k"].swapaxes(1, 2).reshape(*rows, n * dim),
+        "v": given["v"].reshape(*rows, n * given["v"].shape[2]),
+    }
+    made = {**given, **pages, "token_major": True}
+    return made if dtype is None else {**made, **{name: made[name].astype(dtype) for name in ("q", "k", "v")}}
 
 
 def compare(given, dim, dtype=jnp.bfloat16, **settings):
@@ -57,13 +59,9 @@ def test_equals_the_reference(dim, group, dtype, interpreted):
     compare(problem(UNEVEN, group, dim), dim, dtype, scale=dim**-0.5)
 
 
-@pytest.mark.parametrize("dim", [32, 96, 192, 256])
+@pytest.mark.parametrize("dim", [32, 256])
 def test_other_head_dimensions(dim, interpreted):
     compare(problem([[PAGE + 3, 2]], 2, dim), dim, scale=dim**-0.5)
-
-
-def test_latent_entries_are_keys_and_values(interpreted):
-    compare(problem([[2 * PAGE + 7]], 5, 576, 2, latent=True), 576, scale=192**-0.5)
 
 
 def test_several_queries(interpreted):
@@ -136,14 +134,13 @@ def test_it_is_taken_where_it_can_serve(interpreted):
         ({"masked": True}, "these expire"),
         ({"group": 70}, "128 query rows .* not 140"),
         ({"page": 24}, "multiple of 16 rows, not 12"),
+        ({"dim": 96}, "a multiple of 128 numbers, not 96: XLA would copy"),
+        ({"dim": 128, "latent": True}, "its values are not its keys"),
     ],
 )
 def test_what_it_cannot_do_xla_does(change, message, interpreted):
     given = problem([[3]], **{"group": 1, "dim": 64, **change})
-    n = 2
-    k = given["k"].swapaxes(1, 2)
-    rows = len(k), k.shape[1] // n, 128
-    made = {**given, "k": k.reshape(rows), "v": given["v"].reshape(rows), "token_major": True}
+    made = as_on_tpu(given, change.get("dim", 64), None)
     with pytest.raises(NotImplementedError, match=message):
         ragged_attention(**made, scale=1.0, implementation="pallas_tpu")
     want = ragged_attention(**made, scale=1.0, implementation="xla")

@@ -10,6 +10,7 @@ queries are repeated n times, each time at the lanes of one of the n tokens and 
 belongs to every n-th token, and n parts are merged at the end. No page is rearranged.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from jax.experimental.pallas import tpu
 
 from kernels import hopper
 from kernels.partial import EMPTY, Partial
+from kernels.shapes import MODELS, OTHER_DIMS
 
 pltpu: Any = tpu
 """The module with the kernel's primitives; its own types are too incomplete to be checked."""
@@ -60,7 +62,6 @@ class Plan:
         heads: KV heads of all sequences per block.
         blocks: blocks.
         stages: tiles that are copied or computed with at a time.
-        latent: the keys are the values.
     """
 
     dim: int
@@ -72,7 +73,6 @@ class Plan:
     heads: int
     blocks: int
     stages: int
-    latent: bool
 
     @property
     def width(self) -> int:
@@ -85,11 +85,11 @@ class Plan:
         return self.run * self.page * self.side_by_side
 
 
-def plan(k: Array, v: Array, dim: int, rows: int, heads: int, table: int) -> Plan:
+def plan(k: Array, dim: int, rows: int, heads: int, table: int) -> Plan:
     """Chooses the sizes of the kernel.
 
     Args:
-        k, v: the pool, token_major.
+        k: the keys of the pool, token_major.
         dim: channels of a head.
         rows: query rows per KV head.
         heads: KV heads of all sequences.
@@ -99,12 +99,11 @@ def plan(k: Array, v: Array, dim: int, rows: int, heads: int, table: int) -> Pla
     side_by_side = width // dim
     run = max(1, min(KEYS // (page * side_by_side), table))
     padded = 8 * pl.cdiv(rows * side_by_side, 8)
-    lanes = LANES * pl.cdiv(width, LANES)
-    tile = run * page * lanes * k.dtype.itemsize * (2 if v.shape[2] else 1)
+    tile = 2 * run * page * width * k.dtype.itemsize
     stages = TILES_AT_ONCE * max(2, min(_IN_FLIGHT // (tile * TILES_AT_ONCE), 8))
-    most = min(_TABLES // (LANES * pl.cdiv(table, LANES)), _RESULTS // (padded * 4 * (2 * lanes + LANES)))
+    most = min(_TABLES // (LANES * pl.cdiv(table, LANES)), _RESULTS // (padded * 4 * (2 * width + LANES)))
     block = heads if heads <= most else 8 * max(1, most // 8)
-    return Plan(dim, side_by_side, page, run, padded, rows, block, pl.cdiv(heads, block), stages, not v.shape[2])
+    return Plan(dim, side_by_side, page, run, padded, rows, block, pl.cdiv(heads, block), stages)
 
 
 def unsupported(q: Array, k: Array, v: Array, tables: Array, coded: bool = False, masked: bool = False) -> str | None:
@@ -127,6 +126,10 @@ def unsupported(q: Array, k: Array, v: Array, tables: Array, coded: bool = False
         return f"its queries are of the pages' dtype {k.dtype}, not {q.dtype}"
     if masked:
         return "it shows every entry to every query, and these expire"
+    if k.shape != v.shape:
+        return "its values are not its keys"
+    if k.shape[2] % LANES:
+        return f"its pages have rows of a multiple of {LANES} numbers, not {k.shape[2]}: XLA would copy such a pool"
     rows = heads // tables.shape[1] * queries * (k.shape[2] // dim)
     if rows > ROWS:
         return f"it takes {ROWS} query rows per KV head (group x queries x tokens in a row), not {rows}"
@@ -141,7 +144,7 @@ def unsupported(q: Array, k: Array, v: Array, tables: Array, coded: bool = False
 
 
 def _kernel(p: Plan, pool: Any, scale: float, soft_cap: float | None) -> Any:
-    """The kernel: (lengths, tables, q, k[, v]) -> (total, stats).
+    """The kernel: (lengths, tables, q, k, v) -> (total, stats).
 
     total: [N, rows, width]; stats: [N, rows, 128], in its first half the largest score, in its second the weight.
     """
@@ -150,9 +153,7 @@ def _kernel(p: Plan, pool: Any, scale: float, soft_cap: float | None) -> Any:
     exact = lax.Precision.HIGHEST if pool == f32 else None
 
     def body(lengths: Any, tables: Any, q: Any, *refs: Any) -> None:
-        pools = refs[: 1 if p.latent else 2]
-        total, stats, *scratch = refs[len(pools) :]
-        buffers, arrived = scratch[:-1], scratch[-1]
+        pools, (total, stats), buffers, arrived = refs[:2], refs[2:4], refs[4:6], refs[6]
         base = pl.program_id(0) * p.heads
 
         def next_head(head: Any) -> Any:
@@ -216,7 +217,7 @@ def _kernel(p: Plan, pool: Any, scale: float, soft_cap: float | None) -> Any:
             def _() -> None:
                 # Slots that nobody uses may hold NaN, and 0 * NaN is NaN: of weights and values, and of a query's zeros
                 # and another token's key in the row.
-                for buffer in buffers if n > 1 else buffers[-1:]:
+                for buffer in buffers if n > 1 else buffers[1:]:
                     shape = buffer.shape[1:]
                     token = n * lax.broadcasted_iota(i32, shape, 0)
                     if n > 1:
@@ -244,7 +245,7 @@ def _kernel(p: Plan, pool: Any, scale: float, soft_cap: float | None) -> Any:
             e = jnp.where(seen, jnp.exp(s - top), 0.0)
             sums = lax.dot_general(
                 e.astype(pool),
-                buffers[-1][slot],
+                buffers[1][slot],
                 (((1,), (0,)), ((), ())),
                 precision=exact,
                 preferred_element_type=f32,
@@ -352,7 +353,7 @@ def attention(
     batch, heads, queries, dim = q.shape
     kv_heads = tables.shape[1]
     flat, rows = batch * kv_heads, heads // kv_heads * queries
-    p = plan(k, v, dim, rows, flat, tables.shape[2])
+    p = plan(k, dim, rows, flat, tables.shape[2])
     n = p.side_by_side
     # Row a R + r is row r at the lanes of token a of n.
     apart = jnp.eye(n, dtype=q.dtype)[None, :, None, :, None] * q.reshape(flat, 1, rows, 1, dim)
@@ -360,7 +361,7 @@ def attention(
     apart = jnp.pad(apart, ((0, 0), (0, p.rows - n * rows), (0, 0))).astype(k.dtype)
     padded = jnp.pad(lengths.reshape(flat), (0, p.blocks * p.heads - flat))
     kernel = _kernel(p, k.dtype, scale, soft_cap)
-    sums, stats = kernel(padded, tables.reshape(flat, -1), apart, k, *([] if p.latent else [v]))
+    sums, stats = kernel(padded, tables.reshape(flat, -1), apart, k, v)
     sums = sums[:, : n * rows].reshape(flat, n, rows, n, dim)
     top, weight = (stats[:, : n * rows, at].reshape(flat, n, rows) for at in (0, LANES // 2))
     most = top.max(1)
@@ -370,3 +371,29 @@ def attention(
     shape = (batch, heads, queries)
     weight = (weight * share).sum(1)
     return Partial(total.reshape(*shape, dim), most.reshape(shape), weight.reshape(shape))
+
+
+def aot_cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """One decoding step of each named model that it serves: 32 sequences, a pool of 2 ** 18 slots, long page tables.
+
+    {name: (function, (ShapeDtypeStruct, ...))}; the function takes q, k, v, tables, lengths.
+    """
+    cases = {}
+    for name, shape in {**MODELS, **OTHER_DIMS}.items():
+        n = max(1, LANES // shape.head_dim)
+        if n * shape.head_dim % LANES:
+            continue
+        rows = 2**18 // 64, 64 // n, shape.head_dim * n
+        arrays = (
+            ((32, shape.heads, 1, shape.head_dim), jnp.bfloat16),
+            (rows, jnp.bfloat16),
+            (rows, jnp.bfloat16),
+            ((32, shape.kv_heads, 512), jnp.int32),
+            ((32, shape.kv_heads), jnp.int32),
+        )
+
+        def run(q: Array, k: Array, v: Array, tables: Array, lengths: Array, dim: int = shape.head_dim) -> Partial:
+            return attention(q, k, v, None, None, tables, lengths, None, None, scale=dim**-0.5)
+
+        cases[name] = run, tuple(jax.ShapeDtypeStruct(*array) for array in arrays)
+    return cases
