@@ -13,7 +13,9 @@ which collectives run, how often and how large. A case fails where
 * activations are summed over devices that divide the weights: all rows would then be computed everywhere;
 * an array has two axes as long as the sequence: attention is blockwise.
 
-A decode step instead may gather no more than the logits of its sequences, and is compared with the planner's bytes.
+A decode step instead may gather no more than the logits of its sequences, and is compared with the planner's bytes. On
+a TPU, and in the cases of its decode kernel alone, the kernel has to be there and nothing as large as the keys may be
+temporary: no pool is copied.
 
 It says nothing about speed.
 """
@@ -39,6 +41,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from kernels.ragged_decode import pallas_tpu
 from kvsparse_jax import cli, plan
 from kvsparse_jax.cache import paged
 from kvsparse_jax.cache.base import bucket
@@ -111,6 +114,13 @@ CASES = {
     "v5e-8-decode-qwen3-8b": Case("Qwen3-8B", None, "v5e", (1, 1, 8), 128, 32768),
     "v6e-8-decode-qwen3-8b": Case("Qwen3-8B", None, "v6e", (1, 1, 8), 288, 32768),
 }
+
+KERNELS = {
+    f"{target}-kernel-{name}": (target, *case)
+    for target in ("v5e", "v6e")
+    for name, case in pallas_tpu.aot_cases().items()
+}
+"""The TPU's decode kernel by itself: target, function and shapes."""
 
 
 def devices(target: str, count: int) -> list[jax.Device]:
@@ -385,9 +395,13 @@ def prove(case: Case) -> dict[str, Any]:
         kind["bytes"] += one.times * one.total
         kind["sent" if one.hosts == 1 else "sent_between_hosts"] += round(one.times * one.sent)
         kind["largest"] = max(kind["largest"], one.nbytes)
+    wrong = faults(case, config, hlo, held)
     planned = None
     if case.preset is None:
         planned = _planned(case, config).memory(case.rows)
+        if case.target in ("v5e", "v6e"):
+            keys = _planned(case, config).pages() * case.rows * 64 * config.head_dim * 2
+            wrong += kernel_faults(hlo, round(keys), memory.temp_size_in_bytes)
     return {
         "case": asdict(case),
         "planned_bytes": planned,
@@ -395,21 +409,51 @@ def prove(case: Case) -> dict[str, Any]:
         "temporary_bytes": memory.temp_size_in_bytes,
         "bytes_per_device": held,
         "collectives": totals,
-        "faults": faults(case, config, hlo, held),
+        "faults": wrong,
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def kernel_faults(hlo: str, keys: int, temporary: int) -> list[str]:
+    """What is wrong with a program for a TPU that has the decode kernel in it, given the bytes of the pool's keys."""
+    wrong = [] if re.search(r'custom-call.*"tpu_custom_call"', hlo) else ["the decode kernel is not in it"]
+    return wrong + [f"temporaries of {temporary / 1e9:.2f} GB: a pool is copied"] * (temporary >= keys)
+
+
+def prove_kernel(name: str) -> dict[str, Any]:
+    """Compiles a case of :data:`KERNELS`; its figures and faults."""
+    start = time.perf_counter()
+    target, function, arguments = KERNELS[name]
+    mesh = make_mesh(1, 1, 1, devices=devices(target, 1))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        program = jax.jit(function).lower(*(_placed(mesh, x) for x in arguments)).compile()
+    memory = program.memory_analysis()
+    keys = math.prod(arguments[1].shape) * arguments[1].dtype.itemsize
+    return {
+        "case": {"kernel": name, "target": target},
+        "planned_bytes": None,
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "collectives": {},
+        "faults": kernel_faults(program.as_text(), keys, memory.temp_size_in_bytes),
         "seconds": time.perf_counter() - start,
     }
 
 
 def _run(args: argparse.Namespace) -> None:
-    names = [name for name in CASES if any(fnmatch.fnmatchcase(name, p) for p in args.case.split(","))]
+    known = [*CASES, *KERNELS]
+    names = [name for name in known if any(fnmatch.fnmatchcase(name, p) for p in args.case.split(","))]
     if not names:
-        raise InputError(f"no case is named {args.case}; there are {', '.join(CASES)}")
+        raise InputError(f"no case is named {args.case}; there are {', '.join(known)}")
     found = {}
     for name in names:
         try:
-            found[name] = row = prove(CASES[name])
+            found[name] = row = prove(CASES[name]) if name in CASES else prove_kernel(name)
         except jax.errors.JaxRuntimeError as error:  # as where a TPU's memory does not suffice
-            found[name] = row = {"case": asdict(CASES[name]), "faults": [f"does not compile: {error}"]}
+            found[name] = row = {
+                "case": asdict(CASES[name]) if name in CASES else {"kernel": name},
+                "faults": [f"does not compile: {error}"],
+            }
             print(f"{name}: FAULT {row['faults'][0]}")
             continue
         print(
@@ -431,7 +475,7 @@ def _run(args: argparse.Namespace) -> None:
 
 def _parser() -> cli.Parser:
     parser = cli.parser("python -m benchmarks.compile_proof", (__doc__ or "").partition("XLA compiles")[0].strip())
-    parser.add_argument("--case", default="cpu", help=f"comma-separated patterns of: {', '.join(CASES)}")
+    parser.add_argument("--case", default="cpu", help=f"comma-separated patterns of: {', '.join([*CASES, *KERNELS])}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     return parser
 

@@ -28,7 +28,7 @@ def interpreting() -> bool:
     return _config.pallas_tpu_interpret_mode_context_manager.value is not None
 
 
-def _device() -> Any:
+def device() -> Any:
     """The device that is traced for: of the mesh in use, else the default one."""
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None:
@@ -43,21 +43,21 @@ def unavailable() -> str | None:
     """Why a Mosaic kernel for Hopper cannot run on the device that is traced for; None if it can."""
     if interpreting():
         return None
-    device = _device()
-    if device.platform != "gpu":
-        return f"it needs a Hopper GPU (H100, H200), and this is a {device.platform.upper()}"
-    capability = getattr(device, "compute_capability", None)
+    this = device()
+    if this.platform != "gpu":
+        return f"it needs a Hopper GPU (H100, H200), and this is a {this.platform.upper()}"
+    capability = getattr(this, "compute_capability", None)
     # The device of an abstract mesh has a name only.
-    hopper = capability == "9.0" if capability is not None else any(x in device.device_kind for x in ("H100", "H200"))
-    return None if hopper else f"it needs a Hopper GPU (H100, H200), and this is {device.device_kind}"
+    hopper = capability == "9.0" if capability is not None else any(x in this.device_kind for x in ("H100", "H200"))
+    return None if hopper else f"it needs a Hopper GPU (H100, H200), and this is {this.device_kind}"
 
 
 def cores() -> int:
     """Multiprocessors of the device that is traced for."""
     if interpreting():
         return INTERPRETED_CORES
-    device = _device()
-    return getattr(device, "num_cores", None) or getattr(device, "core_count", None) or CORES
+    this = device()
+    return getattr(this, "num_cores", None) or getattr(this, "core_count", None) or CORES
 
 
 def tiled(dtype: DTypeLike, minor: int) -> tuple[Any, ...]:

@@ -78,6 +78,14 @@ def test_decode_step_takes_what_the_planner_counts(name):
     assert found["argument_bytes"] == pytest.approx(found["planned_bytes"], rel=0.03)
 
 
+def test_a_decode_step_without_its_kernel_is_found_out():
+    """And one that copies a pool: temporaries as large as the keys."""
+    call = '%ragged_decode.1 = f32[8,128]{1,0} custom-call(%a, %b), custom_call_target="tpu_custom_call"'
+    assert not proof.kernel_faults(call, 100, 99)
+    assert "not in it" in proof.kernel_faults(HLO, 100, 99)[0]
+    assert "a pool is copied" in proof.kernel_faults(call, 100, 100)[0]
+
+
 def test_bad_case(capsys):
     assert proof.main(["--case", "gpu"]) == 2
     assert "no case is named gpu" in capsys.readouterr().err

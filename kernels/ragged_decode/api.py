@@ -6,9 +6,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from kernels.partial import Partial
-from kernels.ragged_decode import mosaic, reference, xla
+from kernels.ragged_decode import mosaic, pallas_tpu, reference, xla
 
-IMPLEMENTATIONS = {"reference": reference.attention, "xla": xla.attention, "mosaic": mosaic.attention}
+IMPLEMENTATIONS = {
+    "reference": reference.attention,
+    "xla": xla.attention,
+    "mosaic": mosaic.attention,
+    "pallas_tpu": pallas_tpu.attention,
+}
 
 
 def ragged_attention(
@@ -47,7 +52,8 @@ def ragged_attention(
         expires: [P, page] int32, last query position that may see the entry; with ``q_positions`` [B, T] int32. Without
             them every entry is visible to every query, as in one-token decoding, where expired entries are gone.
         token_major: k is [P, page, D], too; or k and v are [P, page / n, n D], n tokens side by side in a row.
-        implementation: "mosaic" (Hopper GPUs; :func:`kernels.ragged_decode.mosaic.unsupported` says why not), "xla" or
+        implementation: "mosaic" (Hopper GPUs; :func:`kernels.ragged_decode.mosaic.unsupported` says why not),
+            "pallas_tpu" (TPUs, token_major; :func:`kernels.ragged_decode.pallas_tpu.unsupported`), "xla" or
             "reference"; None takes the best for this device and these arguments. A named one never falls back.
 
     Returns:
@@ -77,15 +83,21 @@ def ragged_attention(
         raise ValueError(f"soft_cap has to be positive, not {soft_cap}")
     if implementation == "mosaic" and token_major:
         raise NotImplementedError("mosaic reads keys with channels first, not token_major; xla and reference read both")
-    other = token_major or mosaic.unsupported(q, k, tables, k_scale is not None)
-    name = implementation or ("xla" if other else "mosaic")
+    if implementation == "pallas_tpu" and not token_major:
+        raise NotImplementedError("pallas_tpu reads pages that are token_major; xla and reference read both")
+    coded = k_scale is not None
+    if token_major:
+        best, other = "pallas_tpu", pallas_tpu.unsupported(q, k, v, tables, coded, expires is not None)
+    else:
+        best, other = "mosaic", mosaic.unsupported(q, k, tables, coded)
+    name = implementation or ("xla" if other else best)
     if name not in IMPLEMENTATIONS:
         known = sorted(IMPLEMENTATIONS)
         raise NotImplementedError(f"no implementation {name!r} of ragged_attention; there are {known}")
     attention = IMPLEMENTATIONS[name]
     if token_major and name == "xla":
         attention = functools.partial(xla.attention, token_major=True)
-    elif token_major:
+    elif token_major and name != "pallas_tpu":
         k = k.reshape(pages, -1, q.shape[3]).swapaxes(1, 2)
         v = v.reshape(pages, k.shape[2], -1) if v.size else jnp.zeros((pages, k.shape[2], 0), v.dtype)
     return attention(q, k, v, k_scale, v_scale, tables, lengths, expires, q_positions, scale=scale, soft_cap=soft_cap)
