@@ -18,6 +18,7 @@ import fnmatch
 import importlib.util
 import json
 import os
+import queue
 import re
 import shutil
 import subprocess
@@ -158,7 +159,7 @@ def faults(name: str, kernels: list[Kernel]) -> list[str]:
 
 
 def _compile(name: str, target: str) -> None:
-    """Compiles one case; runs in a process of its own, which Mosaic tells through its environment where to write."""
+    """Compiles one case; Mosaic writes where its environment says."""
     function, arguments = CASES[name]
     description = (Path(__file__).parent / "targets" / f"{target}.txtpb").read_text()
     topology = topologies.get_topology_desc(
@@ -172,6 +173,72 @@ def _compile(name: str, target: str) -> None:
     os.environ["MOSAIC_GPU_CUDA_ROOT"] = os.environ["AOT_CUDA_ROOT"]
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         jax.jit(function).lower(*placed).compile()
+
+
+def _serve(target: str) -> None:
+    """Compiles the case that each line of the standard input names, into the folder that follows, and answers."""
+    for line in sys.stdin:
+        name, folder = line.rstrip("\n").split("\t")
+        os.environ["MOSAIC_GPU_DUMP_TO"] = folder
+        try:
+            _compile(name, target)
+            answer = ""
+        except Exception as error:
+            answer = f"{type(error).__name__}: {error}".replace("\n", " ")
+        jax.clear_caches()
+        print(f"{_ANSWER}{answer}", flush=True)
+
+
+_ANSWER = "aot answer: "
+"""What the lines of :func:`_serve` begin with; compilers write to its output, too."""
+
+
+class _Worker:
+    """A process that compiles cases, one after another: to start one takes longer than a case."""
+
+    def __init__(self, target: str, tools: Path, root: Path, log: Path):
+        self._command = [sys.executable, "-m", "kernels.aot_cases", "--target", target, "--serve"]
+        self._environment = {
+            k: v for k, v in os.environ.items() if not k.startswith(("MOSAIC_GPU_", "JAX_COMPILATION"))
+        } | {
+            "JAX_PLATFORMS": "cpu",
+            "CUDA_VISIBLE_DEVICES": "",
+            "MOSAIC_GPU_DUMP_TO": str(log.parent),
+            "AOT_CUDA_ROOT": str(root),
+            # XLA takes the first ptxas on the path; another version than the package's gives other code.
+            "PATH": f"{tools}:{os.environ.get('PATH', '')}",
+        }
+        self._log = log
+        self._process: subprocess.Popen[str] | None = None
+
+    def compile(self, name: str, folder: Path) -> str:
+        """What went wrong, "" if nothing did. A process that dies is replaced for the next case."""
+        if self._process is None:
+            with self._log.open("a") as log:
+                self._process = subprocess.Popen(
+                    self._command,
+                    env=self._environment,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{name}\t{folder}\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith(_ANSWER):
+                return line.removeprefix(_ANSWER).strip()
+        status = self._process.wait()
+        self._process = None
+        lines = self._log.read_text(errors="replace").strip().splitlines()
+        return f"the compiler ended with status {status}: {lines[-1] if lines else 'no message'}"
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._process is not None:
+            self._process.communicate()
+            self._process = None
 
 
 def _tools() -> Path | None:
@@ -201,29 +268,21 @@ exit $status
     return folder
 
 
-def _run(name: str, target: str, tools: Path, root: Path, folder: Path) -> tuple[list[Kernel], list[str], float]:
-    """Compiles a case in a process of its own. Returns its kernels, its faults and the seconds that it took."""
+def _run(name: str, workers: "queue.SimpleQueue[_Worker]", folder: Path) -> tuple[list[Kernel], list[str], float]:
+    """Compiles a case with a free worker. Returns its kernels, its faults and the seconds that it took."""
+    worker = workers.get()
     start = time.perf_counter()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MOSAIC_GPU_", "JAX_COMPILATION"))}
-    environment |= {
-        "JAX_PLATFORMS": "cpu",
-        "CUDA_VISIBLE_DEVICES": "",
-        "MOSAIC_GPU_DUMP_TO": str(folder),
-        "AOT_CUDA_ROOT": str(root),
-        # XLA takes the first ptxas on the path; another version than the package's gives other code.
-        "PATH": f"{tools}:{os.environ.get('PATH', '')}",
-    }
-    command = [sys.executable, "-m", "kernels.aot_cases", "--target", target, "--compile", name]
-    with (folder / "log.txt").open("w") as log:
-        code = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
-    found: list[str] = []
+    answer = worker.compile(name, folder)
+    if not answer and not any(folder.glob("*.ptx")):
+        # A kernel that the process has compiled before, for another case, is not written again.
+        worker.close()
+        answer = worker.compile(name, folder)
+    workers.put(worker)
     kernels: list[Kernel] = []
-    if code:
-        lines = (folder / "log.txt").read_text(errors="replace").strip().splitlines()
-        telling = [line for line in lines if re.search(r"error\b|^\w*(Error|Exception)", line)] or lines
-        found.append(f"does not compile (status {code}): {telling[-1].strip()[:300] if telling else 'no message'}")
+    if answer:
+        found = [f"does not compile: {answer[:300]}"]
     else:
         kernels = [_kernel(ptx) for ptx in sorted(folder.glob("*.ptx"), key=lambda p: (len(p.stem), p.stem))]
         found = faults(name, kernels)
@@ -256,10 +315,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, help="folder that keeps PTX, machine code, logs and report.json")
     parser.add_argument("--list", action="store_true", help="only list the cases")
-    parser.add_argument("--compile", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.compile:
-        _compile(args.compile, args.target)
+    if args.serve:
+        _serve(args.target)
         return 0
     patterns = args.case.split(",")
     names = [name for name in CASES if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
@@ -283,8 +342,13 @@ def main(argv: list[str] | None = None) -> int:
         wide = max(map(len, names))
         line = f"{{:{wide}}}  {{:24}} {{:>7}} {{:>9}} {{:>9}} {{:>9}} {{:>6}} {{:>7}} {{:>7}}  {{}}"
         print(line.format(*_COLUMNS), flush=True)
-        with ThreadPoolExecutor(max(1, args.jobs)) as pool:
-            jobs = {name: pool.submit(_run, name, args.target, tools, root, output / name) for name in names}
+        output.mkdir(parents=True, exist_ok=True)
+        free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        workers = [_Worker(args.target, tools, root, output / f"log{i}.txt") for i in range(max(1, args.jobs))]
+        for worker in workers:
+            free.put(worker)
+        with ThreadPoolExecutor(len(workers)) as pool:
+            jobs = {name: pool.submit(_run, name, free, output / name) for name in names}
             for name, job in jobs.items():
                 kernels, found, seconds = job.result()
                 rows: list[Kernel | None] = [*kernels] or [None]
@@ -294,6 +358,8 @@ def main(argv: list[str] | None = None) -> int:
                     print(f"    {fault}", flush=True)
                 figures = [dataclasses.asdict(k) | {"blocks_per_core": k.blocks_per_core} for k in kernels]
                 report[name] = {"faults": found, "kernels": figures}
+        for worker in workers:
+            worker.close()
         wrong = [name for name, result in report.items() if result["faults"]]
         if args.output:
             text = json.dumps({"jax": jax.__version__, "target": args.target, "cases": report}, indent=1)
