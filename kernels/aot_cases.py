@@ -268,24 +268,27 @@ exit $status
     return folder
 
 
+def _attempt(name: str, worker: _Worker, folder: Path) -> tuple[list[Kernel], list[str]]:
+    """Compiles a case. Returns the kernels that were written, and its faults."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    if answer := worker.compile(name, folder):
+        return [], [f"does not compile: {answer[:300]}"]
+    kernels = [_kernel(ptx) for ptx in sorted(folder.glob("*.ptx"), key=lambda p: (len(p.stem), p.stem))]
+    return kernels, faults(name, kernels)
+
+
 def _run(name: str, workers: "queue.SimpleQueue[_Worker]", folder: Path) -> tuple[list[Kernel], list[str], float]:
     """Compiles a case with a free worker. Returns its kernels, its faults and the seconds that it took."""
     worker = workers.get()
     start = time.perf_counter()
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    answer = worker.compile(name, folder)
-    if not answer and not any(folder.glob("*.ptx")):
-        # A kernel that the process has compiled before, for another case, is not written again.
+    kernels, found = _attempt(name, worker, folder)
+    if found:
+        # A kernel that the process has compiled before, for another case, is not written again: what is missing then
+        # is in a process of its own. (Where only some are missing they have been reported with that other case.)
         worker.close()
-        answer = worker.compile(name, folder)
+        kernels, found = _attempt(name, worker, folder)
     workers.put(worker)
-    kernels: list[Kernel] = []
-    if answer:
-        found = [f"does not compile: {answer[:300]}"]
-    else:
-        kernels = [_kernel(ptx) for ptx in sorted(folder.glob("*.ptx"), key=lambda p: (len(p.stem), p.stem))]
-        found = faults(name, kernels)
     for bulky in [*folder.glob("*.mlir-passes.log"), *folder.glob("*_layout_inference.txt")]:
         bulky.unlink()
     return kernels, found, time.perf_counter() - start
