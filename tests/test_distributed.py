@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def settings(model, text, output):
     return [
         "--model", str(model), "--data", str(text), "--output", str(output), "--target-cr", "3", "--window", "6",
-        "--steps", "6", "--batch-size", "4", "--sequence-length", "48", "--lr", "2e-3", "--dtype", "float32",
+        "--steps", "6", "--batch-size", "4", "--sequence-length", "48", "--lr", "2e-4", "--dtype", "float32",
         "--no-tensorboard", "--calibrate-rows", "4",
     ]  # fmt: skip
 
