@@ -419,7 +419,7 @@ def fresh_directory(path: str | os.PathLike[str], kind: str) -> Path:
     """
     path = Path(path)
     if path.exists() and not path.is_dir():
-        raise InputError(f"{path} is a file; the output of a {kind} needs a directory")
+        raise InputError(f"{path} is a file; the {kind} needs a directory that is new or empty")
     path.mkdir(parents=True, exist_ok=True)
     marker = path / _MARKER
     if marker.is_file():
@@ -428,11 +428,11 @@ def fresh_directory(path: str | os.PathLike[str], kind: str) -> Path:
         except (ValueError, KeyError, TypeError):
             holds = f"unreadable {_MARKER}"
         if holds != kind:
-            raise InputError(f"{path} holds a {holds}; give a {kind} a directory that is new or empty")
+            raise InputError(f"{path} holds output of another kind ({holds}); the {kind} needs a directory that is new or empty")
         return path
     # The note itself may be in the making: several processes of one run come here at once.
     if entries := sorted(entry.name for entry in path.iterdir() if _MARKER not in entry.name):
         shown = ", ".join(entries[:3]) + (", ..." if len(entries) > 3 else "")
-        raise InputError(f"{path} is not empty (it holds {shown}); give a {kind} a directory that is new or empty")
+        raise InputError(f"{path} is not empty (it holds {shown}); the {kind} needs a directory that is new or empty")
     write_json_atomically(marker, {"kind": kind})
     return path

@@ -57,7 +57,6 @@ AGAIN = (
     "test_delayed_attention.py::test_blockwise_equals_dense[[]True-False]",
     "test_distributed.py::test_tokens_do_not_depend_on_the_devices[[]4-more[12]]",
     "test_distributed.py::test_two_processes_train_as_one_does[[]mesh1]",
-    "test_documented.py::*--passkey 100]",
     "test_engine.py::*deepseek_v2*",
     "test_engine.py::test_families[[]mistral_sliding*",
     "test_engine.py::test_families[[]qwen3_moe*",

@@ -252,7 +252,7 @@ def test_fresh_directory(tmp_path):
     assert cli.fresh_directory(path, "retrofit run") == path and path.is_dir()
     (path / "metrics.jsonl").write_text("")
     assert cli.fresh_directory(path, "retrofit run") == path  # its own output, an earlier one
-    with pytest.raises(InputError, match="holds a retrofit run; give a demo"):
+    with pytest.raises(InputError, match=r"holds output of another kind \(retrofit run\); the demo needs"):
         cli.fresh_directory(path, "demo")
 
 
