@@ -428,7 +428,9 @@ def fresh_directory(path: str | os.PathLike[str], kind: str) -> Path:
         except (ValueError, KeyError, TypeError):
             holds = f"unreadable {_MARKER}"
         if holds != kind:
-            raise InputError(f"{path} holds output of another kind ({holds}); the {kind} needs a directory that is new or empty")
+            raise InputError(
+                f"{path} holds output of another kind ({holds}); the {kind} needs a directory that is new or empty"
+            )
         return path
     # The note itself may be in the making: several processes of one run come here at once.
     if entries := sorted(entry.name for entry in path.iterdir() if _MARKER not in entry.name):
