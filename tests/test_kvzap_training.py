@@ -28,7 +28,8 @@ def extended_prompt(rng, batch, length):
     return parts, contexts
 
 
-def test_collecting_gives_the_oracles_scores_and_their_sums(lm):
+@pytest.mark.parametrize("kind", ["kvzip+", "kvzip"])
+def test_collecting_gives_the_oracles_scores_and_their_sums(lm, kind):
     rng = np.random.default_rng(0)
     parts, contexts = extended_prompt(rng, 2, 20)
     ids = parts.ids(contexts)
@@ -38,14 +39,15 @@ def test_collecting_gives_the_oracles_scores_and_their_sums(lm):
     sums = surrogate.Sums.zero(lm.config)
     for _ in range(2):
         sums, x, y = surrogate.collect(
-            lm.params, lm.config, jnp.asarray(ids), sums, chosen, context=context, probe=probe, norm="input"
+            lm.params, lm.config, jnp.asarray(ids), sums, chosen, context=context, probe=probe, kind=kind, norm="input"
         )
-    want = np.asarray(kvs.oracle_scores(lm, ids, context, probe))  # [L, B, H, n]
+    want = np.asarray(kvs.oracle_scores(lm, ids, context, probe, kind=kind))  # [L, B, H, n]
+    want = want if kind == "kvzip+" else np.log(want)
     picked = np.concatenate([want[:, b][..., np.asarray(chosen[b])] for b in range(2)], -1).swapaxes(1, 2)
     np.testing.assert_allclose(y, picked, atol=1e-5)
     every = jnp.tile(jnp.arange(20, dtype=jnp.int32)[None], (2, 1))
     _, x, y = surrogate.collect(
-        lm.params, lm.config, jnp.asarray(ids), None, every, context=context, probe=probe, norm="input"
+        lm.params, lm.config, jnp.asarray(ids), None, every, context=context, probe=probe, kind=kind, norm="input"
     )
     x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
     assert float(sums.count) == 2 * 40

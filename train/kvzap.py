@@ -22,7 +22,7 @@ from kvsparse_jax.policies import KVzap
 
 PROG = "python -m train.kvzap"
 DESCRIPTION = """Trains KVzap surrogates (arXiv 2601.07891): small models that predict, from a layer's attention input,
-how much each key will matter to a repetition of the prompt (the KVzip+ oracle).
+how much each key will matter to a repetition of the prompt (the KVzip+ oracle, or KVzip).
 
 Every prompt goes through the model once. The linear surrogate is exact ridge regression over all tokens; the MLP is
 trained on a sample, in a buffer of bounded size. The output directory gets linear/ and mlp/ (the published format;
@@ -56,6 +56,10 @@ def _parser() -> cli.Parser:
     p.add_argument("--lr", type=float, default=5e-3, help="peak learning rate of the MLP (AdamW, cosine to 0)")
     p.add_argument("--mlp-batch", type=int, default=512, unit="tokens", help="tokens per step of the MLP")
     p.add_argument("--buffer-gb", type=float, default=2.0, unit="GB", help="most memory for the MLP's sample")
+    p.add_argument(
+        "--target", choices=("kvzip+", "kvzip"), default="kvzip+",
+        help="oracle whose log score is predicted: KVzip+ as in the paper, or the plain attention of KVzip",
+    )  # fmt: skip
     p.add_argument(
         "--norm", choices=("input", "residual"), default="input",
         help="hidden state in the KVzip+ score: the attention's input (released code) or the residual (paper's text)",
@@ -290,6 +294,7 @@ class _Collector:
             jnp.asarray(chosen, jnp.int32),
             context=context,
             probe=probe,
+            kind=self._args.target,
             norm=self._args.norm,
         )
         if not bool(jnp.isfinite(y).all() & jnp.isfinite(x.astype(jnp.float32)).all()):

@@ -1,7 +1,7 @@
 """KVzap surrogates (arXiv 2601.07891): what they are fitted to, streamed, and how both kinds are fitted.
 
 One forward pass over "P, repeat it: P" gives, in every layer, the attention inputs of P's tokens and the logarithm of
-their KVzip+ scores. Two things are kept of it: sums for the normal equations, from which the linear surrogate follows
+their KVzip+ (or KVzip) scores. Two things are kept of it: sums for the normal equations, from which the linear surrogate follows
 exactly, and a sample of tokens in a buffer of bounded size, on which the MLP is trained whenever the buffer is full. So
 memory does not grow with the number of prompts, and the model sees every prompt once.
 """
@@ -22,7 +22,7 @@ from kvsparse_jax.errors import InputError
 from kvsparse_jax.models import decoder
 from kvsparse_jax.models.config import ModelConfig
 from kvsparse_jax.oracle import ASK_FIRST as REQUEST
-from kvsparse_jax.oracle import Norm, layer_scores
+from kvsparse_jax.oracle import Kind, Norm, layer_scores
 from kvsparse_jax.policies import Dense
 from kvsparse_jax.policies.kvzap import predict
 from kvsparse_jax.tokenizer import Tokenizer
@@ -107,7 +107,7 @@ class Sums:
         )
 
 
-@functools.partial(jax.jit, static_argnames=("config", "context", "probe", "norm"), donate_argnames="sums")
+@functools.partial(jax.jit, static_argnames=("config", "context", "probe", "kind", "norm"), donate_argnames="sums")
 def collect(
     params: decoder.Params,
     config: ModelConfig,
@@ -117,6 +117,7 @@ def collect(
     *,
     context: tuple[int, int],
     probe: tuple[int, int],
+    kind: Kind,
     norm: Norm,
 ) -> tuple[Sums | None, Array, Array]:
     """Runs extended prompts through the model once.
@@ -127,7 +128,7 @@ def collect(
         sums: what was summed before; every token of the contexts is added. None: nothing is summed.
         chosen: [B, S] int32, tokens of each context to give back.
         context, probe: columns of the two copies.
-        norm: see :func:`kvsparse_jax.oracle.layer_scores`.
+        kind, norm: see :func:`kvsparse_jax.oracle.layer_scores`.
 
     Returns:
         The sums; attention inputs [L, B * S, D] of the chosen tokens, and their log scores [L, B * S, H] float32.
@@ -149,7 +150,7 @@ def collect(
             segment_ids=segments,
             context=context,
             probe=probe,
-            kind="kvzip+",
+            kind=kind,
             norm=norm,
         )
         y = jnp.maximum(jnp.log(scores), LEAST_SCORE).astype(jnp.float32).swapaxes(1, 2)  # [B, n, H]
