@@ -75,11 +75,11 @@ def main() -> None:
     ids = np.asarray(texts.ids)
     surrogates = {path.name: path for path in args.surrogate}
     figures: dict[str, Any] = {"context": args.context, "next": args.next, "window": args.window, "ours": {}}
-    thresholds = []
+    thresholds: dict[int, list[float]] = {0: [], 4: []}
     for removed in args.removed:
         chosen = methods(lm, ids, args.context, removed, surrogates, args)
-        if surrogates:
-            thresholds.append(chosen[f"KVzap {next(iter(surrogates))}, 0 sinks"].threshold)  # type: ignore[attr-defined]
+        for sinks, of in thresholds.items() if surrogates else ():
+            of.append(chosen[f"KVzap {next(iter(surrogates))}, {sinks} sinks"].threshold)  # type: ignore[attr-defined]
         if args.only:
             chosen = {k: v for k, v in chosen.items() if k.startswith(tuple(args.only))}
         results = continuations(lm, chosen, ids, args.context, progress=True)
@@ -99,7 +99,7 @@ def main() -> None:
             command += ["--removed", *map(str, args.removed)]
             if surrogates:
                 first = next(iter(surrogates.values()))
-                command += ["--surrogate", str(first), "--thresholds", *map(str, thresholds)]
+                command += ["--surrogate", str(first), "--thresholds", json.dumps(thresholds)]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         theirs = json.loads(done.stdout)
         figures["kvpress"] = theirs

@@ -7,6 +7,7 @@ writes JSON: per policy and share removed, the KL(dense || compressed) of every 
 import argparse
 import json
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import kvpress
@@ -16,15 +17,24 @@ import transformers
 from kvpress.presses.kvzap_press import KVzapModel
 
 
+@dataclass
 class Surrogate(kvpress.KVzapPress):  # type: ignore[misc]
-    """KVzapPress with a surrogate from a directory, which the original takes from a hub only."""
+    """KVzapPress with a surrogate from a directory, which the original takes from a hub only, and with sinks."""
+
+    sinks: int = 0
 
     def post_init_from_model(self, model: Any) -> None:
         """Nothing to look up."""
 
+    def score(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Above every threshold for the first tokens."""
+        scores: torch.Tensor = super().score(*args, **kwargs).clone()
+        scores[..., : self.sinks] = float("inf")
+        return scores
 
-def presses(ratio: float, surrogate: str | None, threshold: float | None, window: int) -> dict[str, Any]:
-    """Policies that remove a share of the context."""
+
+def presses(ratio: float, surrogate: Any, thresholds: dict[int, float], window: int) -> dict[str, Any]:
+    """Policies that remove a share of the context; KVzap's threshold by its number of sinks."""
     found = {
         "KVzip": kvpress.KVzipPress(compression_ratio=ratio),
         "KVzip+": kvpress.KVzipPress(compression_ratio=ratio, kvzip_plus_normalization=True),
@@ -34,10 +44,11 @@ def presses(ratio: float, surrogate: str | None, threshold: float | None, window
         "ExpectedAttention": kvpress.ExpectedAttentionPress(compression_ratio=ratio),
         "StreamingLLM": kvpress.StreamingLLMPress(compression_ratio=ratio),
     }
-    if surrogate is not None and threshold is not None:
-        press = Surrogate()
-        press.kvzap_model = KVzapModel.from_pretrained(surrogate)
-        found["KVzap"] = kvpress.DMSPress(press, threshold=threshold, sliding_window_size=window)
+    for sinks, threshold in thresholds.items():
+        press = Surrogate(sinks=sinks)
+        press.kvzap_model = surrogate
+        name = f"KVzap, {sinks} sinks"
+        found[name] = kvpress.DMSPress(press, threshold=threshold, sliding_window_size=window)
     return found
 
 
@@ -48,11 +59,14 @@ def main() -> None:
     parser.add_argument("--context", type=int, required=True, help="tokens of each prompt")
     parser.add_argument("--removed", type=float, nargs="+", required=True, help="shares of the context to remove")
     parser.add_argument("--surrogate", help="directory of a KVzap surrogate")
-    parser.add_argument("--thresholds", type=float, nargs="+", help="its threshold for each share")
+    parser.add_argument(
+        "--thresholds", type=json.loads, default={}, help="JSON: its threshold for each share, by the number of sinks"
+    )
     parser.add_argument("--window", type=int, default=128, help="of KVzap (default %(default)s)")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    surrogate = KVzapModel.from_pretrained(args.surrogate) if args.surrogate else None
     rows = torch.from_numpy(np.load(args.ids)["ids"].astype(np.int64))
     context, length = args.context, rows.shape[1]
     after = torch.arange(context, length)[None]
@@ -74,8 +88,8 @@ def main() -> None:
         for i, row in enumerate(rows):
             dense = torch.log_softmax(logits(row[None], None), -1)
             for n, ratio in enumerate(args.removed):
-                threshold = None if args.thresholds is None else args.thresholds[n]
-                for name, press in presses(ratio, args.surrogate, threshold, args.window).items():
+                thresholds = {int(sinks): chosen[n] for sinks, chosen in args.thresholds.items()}
+                for name, press in presses(ratio, surrogate, thresholds, args.window).items():
                     other = torch.log_softmax(logits(row[None], press), -1)
                     kl = (dense.exp() * (dense - other)).sum(-1).mean()
                     found.setdefault(name, {}).setdefault(str(ratio), []).append(float(kl))
