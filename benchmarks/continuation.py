@@ -1,8 +1,9 @@
 """What compressed prompts do to the text that follows, beside kvpress on the same texts and model.
 
 A context of 1024 tokens is prefilled densely, each policy removes a share of it, and the next 256 tokens are scored:
-KL(dense || compressed), in float32. Held-out text of several kinds. kvpress runs in an environment of its own, given by
-the interpreter of ``--kvpress``.
+KL(dense || compressed), in float32. Held-out text of several kinds. With a threshold KVzap goes on evicting in the tokens
+that follow, with a fixed ratio (and in kvpress) it does not. kvpress runs in an environment of its own, given by the
+interpreter of ``--kvpress``.
 
     python -m train.kvzap --model smollm2-135m --output runs/kvzap
     python -m benchmarks.continuation --surrogate runs/kvzap/mlp runs/kvzap/linear --kvpress PYTHON --json OUT
@@ -50,6 +51,9 @@ def methods(
             aimed = calibrate(lm.with_policy(policy), ids[:, :context], cr=1 / (1 - removed)).policy
             found[f"KVzap {name}, {sinks} sinks"] = aimed
             if sinks:
+                found[f"KVzap {name}, {sinks} sinks, fixed ratio"] = kvs.KVzapBudget(
+                    budget=budget, sinks=sinks, newest=min(args.window, budget - sinks), surrogate=policy
+                )
                 rule = dataclasses.replace(policy, prefill="rule")
                 aimed = calibrate(lm.with_policy(rule), ids[:, :context], cr=1 / (1 - removed)).policy
                 found[f"KVzap {name}, {sinks} sinks, rule"] = aimed
