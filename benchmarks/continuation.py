@@ -1,9 +1,9 @@
 """What compressed prompts do to the text that follows, beside kvpress on the same texts and model.
 
 A context of 1024 tokens is prefilled densely, each policy removes a share of it, and the next 256 tokens are scored:
-KL(dense || compressed), in float32. Held-out text of several kinds. With a threshold KVzap goes on evicting in the tokens
-that follow, with a fixed ratio (and in kvpress) it does not. kvpress runs in an environment of its own, given by the
-interpreter of ``--kvpress``.
+KL(dense || compressed), in float32. Held-out text of several kinds. With a threshold KVzap goes on evicting in the
+tokens that follow, with a fixed ratio (and in kvpress) it does not. kvpress runs in an environment of its own, given by
+the interpreter of ``--kvpress``.
 
     python -m train.kvzap --model smollm2-135m --output runs/kvzap
     python -m benchmarks.continuation --surrogate runs/kvzap/mlp runs/kvzap/linear --kvpress PYTHON --json OUT
