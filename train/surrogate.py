@@ -1,7 +1,7 @@
 """KVzap surrogates (arXiv 2601.07891): what they are fitted to, streamed, and how both kinds are fitted.
 
 One forward pass over "P, repeat it: P" gives, in every layer, the attention inputs of P's tokens and the logarithm of
-their KVzip+ (or KVzip) scores. Two things are kept: sums for the normal equations, from which the linear surrogate follows
+their KVzip+ (or KVzip) scores. Two things are kept: sums for the normal equations, from which the linear one follows
 exactly, and a sample of tokens in a buffer of bounded size, on which the MLP is trained whenever the buffer is full. So
 memory does not grow with the number of prompts, and the model sees every prompt once.
 """
