@@ -1,8 +1,8 @@
 """What compressed prompts do to the text that follows, beside kvpress on the same texts and model.
 
 A context of 1024 tokens is prefilled densely, each policy removes a share of it, and the next 256 tokens are scored:
-KL(dense || compressed), in float32. Held-out text of several kinds. With a threshold KVzap goes on evicting in the
-tokens that follow, with a fixed ratio (and in kvpress) it does not. kvpress runs in an environment of its own, given by
+KL(dense || compressed), in float32. Held-out text of several kinds. Of the tokens that follow nothing is evicted, as in
+kvpress, but by KVzap with its rule everywhere and by TOVA and H2O. kvpress runs in an environment of its own, given by
 the interpreter of ``--kvpress``.
 
     python -m train.kvzap --model smollm2-135m --output runs/kvzap
@@ -47,16 +47,16 @@ def methods(
     }
     for name, path in surrogates.items():
         for sinks in (0, 4):
-            policy = kvs.KVzap.load(path, window=args.window, sinks=sinks, prefill="dense")
+            policy = kvs.KVzap.load(path, window=args.window, sinks=sinks, prefill="dense", while_decoding=False)
             aimed = calibrate(lm.with_policy(policy), ids[:, :context], cr=1 / (1 - removed)).policy
             found[f"KVzap {name}, {sinks} sinks"] = aimed
             if sinks:
                 found[f"KVzap {name}, {sinks} sinks, fixed ratio"] = kvs.KVzapBudget(
                     budget=budget, sinks=sinks, newest=min(args.window, budget - sinks), surrogate=policy
                 )
-                rule = dataclasses.replace(policy, prefill="rule")
+                rule = dataclasses.replace(policy, prefill="rule", while_decoding=True)
                 aimed = calibrate(lm.with_policy(rule), ids[:, :context], cr=1 / (1 - removed)).policy
-                found[f"KVzap {name}, {sinks} sinks, rule"] = aimed
+                found[f"KVzap {name}, {sinks} sinks, rule everywhere"] = aimed
     return found
 
 

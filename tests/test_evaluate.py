@@ -535,6 +535,8 @@ def test_sequences_that_do_not_fit(models):
         ("kvzap:path=nowhere,threshold=1,cr=4", "needs either threshold=NUMBER"),
         ("kvzap:path=nowhere,threshold=1,per=head", "per= goes with a fixed ratio"),
         ("kvzap:path=nowhere,cr=4,prefill=dense", "prefill= goes with a threshold"),
+        ("kvzap:path=nowhere,cr=4,decoding=false", "decoding= goes with a threshold"),
+        ("kvzap:path=nowhere,threshold=1,decoding=no", "decoding must be true or false"),
         ("kvzap:path=nowhere,threshold=1", "'nowhere' is not a directory"),
         ("kvzip:budget=9,kind=h2o", "kind must be one of kvzip"),
     ],
@@ -557,7 +559,8 @@ def test_policies_of_the_command_line_are_made(golden_methods):
         assert policy_spec.parse(spec, own) == policy
     assert policy_spec.parse("knorm:cr=4", own)(100) == kvs.Knorm(budget=25)
     zap = policy_spec.parse(f"kvzap:path={surrogate},threshold=-4.5,window=9,sinks=2,prefill=dense", own)
-    assert (zap.threshold, zap.window, zap.sinks, zap.prefill) == (-4.5, 9, 2, "dense")
+    assert (zap.threshold, zap.window, zap.sinks, zap.prefill) == (-4.5, 9, 2, "dense") and zap.while_decoding
+    assert not policy_spec.parse(f"kvzap:path={surrogate},threshold=-4.5,decoding=false", own).while_decoding
     zap = policy_spec.parse(f"kvzap:path={surrogate},cr=4,window=9,sinks=2,per=head", own)(100)
     assert isinstance(zap, kvs.KVzapBudget) and zap.surrogate is not None
     assert (zap.budget, zap.newest, zap.sinks, zap.per) == (25, 9, 2, "head")

@@ -70,10 +70,11 @@ class Given(Policy):
 
     def gate(self, params, layer):
         gate = self.threshold - jnp.take_along_axis(params, layer.positions[:, None], 2)
-        return gate if self.decoding else jnp.where((layer.positions < self.prompt)[:, None], gate, -1.0)
+        held = layer.positions < self.prompt - self.window
+        return gate if self.decoding else jnp.where(held[:, None], gate, -1.0)
 
 
-@pytest.mark.parametrize("case", ["decode", "exact_window", "question_chunk", "short_prompt"])
+@pytest.mark.parametrize("case", ["decode", "exact_window", "prefill_only", "question_chunk", "short_prompt"])
 @pytest.mark.parametrize("chunk", [None, 5])
 @pytest.mark.parametrize("cache", ["paged", "dense"])
 def test_dense_prefill_equals_the_reference(golden_methods, models, case, chunk, cache):
@@ -81,6 +82,8 @@ def test_dense_prefill_equals_the_reference(golden_methods, models, case, chunk,
     gold = np.load(golden_methods / "6_kvzap" / f"dmspress_{case}.npz")
     lm = models[str(gold["model"])]
     policy = Given(jnp.asarray(gold["scores"]), float(gold["threshold"]), int(gold["window"]))
+    if case == "prefill_only":
+        policy = dataclasses.replace(policy, decoding=False, prompt=int(gold["schedule"][0]))
     lm = lm.with_policy(policy)
     ids, schedule = gold["input_ids"], gold["schedule"]
     batch = len(ids)
@@ -143,6 +146,30 @@ def test_rule_holds_everywhere(golden_methods, models, window, sinks):
         out = lm.replay(ids, mask, prefill=prefill, prefill_chunk=chunk, page_size=4)
         np.testing.assert_allclose(out.logits[mask], want[mask], atol=2e-5)
         np.testing.assert_array_equal(out.live[-1], kept.sum(-1))
+
+
+def test_only_the_prompt_is_compressed(golden_methods, models):
+    """while_decoding=False: what the rule evicts of a prompt before its last ``window`` tokens, and nothing after."""
+    policy = kvs.KVzap.load(golden_methods / "6_kvzap" / "mlp", threshold=0.1, window=3, sinks=2)
+    lm = models["llama"].with_policy(policy)
+    ids = np.random.default_rng(0).integers(3, 97, (2, 40))
+    mask = np.ones(ids.shape, bool)
+    mask[1, :9] = False
+    want = np.array(kvs.kept(lm, ids, mask))
+    want[..., 29 - 3 :] = True
+    assert 0.2 < want[..., 9:26].mean() < 0.9
+    only = lm.with_policy(dataclasses.replace(policy, while_decoding=False))
+    for chunk in (None, 5):
+        out = only.replay(ids, mask, prefill=29, prefill_chunk=chunk, page_size=4)
+        np.testing.assert_array_equal(out.live[-1], (want & mask[:, None]).sum(-1))
+    with only.session(page_size=4) as session:
+        session.append(ids[0, :29].tolist())
+        session.append(ids[0, 29:34].tolist())
+        session.generate(max_new_tokens=7, temperature=0.0, eos=False)
+        for one in (session, session.fork()):
+            np.testing.assert_array_equal(np.asarray(one.report().live)[:, 0], want[:, 0].sum(-1))
+    with pytest.raises(kvs.InputError, match="where it ends"):
+        only.engine()
 
 
 def test_threshold_is_data(golden_methods, models):

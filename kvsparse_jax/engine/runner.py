@@ -253,7 +253,7 @@ def check_policy(policy: Policy) -> None:
     if policy.selects or policy.prepares:
         raise InputError(
             f"the engine cuts prompts as the load has it, and what {type(policy).__name__} keeps depends on how a "
-            "prompt is cut; it serves Dense, DMS, KVzap and StreamingLLM"
+            "prompt is cut, or on where it ends; it serves Dense, DMS, KVzap (while_decoding) and StreamingLLM"
         )
 
 

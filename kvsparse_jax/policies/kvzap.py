@@ -6,6 +6,7 @@ import math
 import os
 import pathlib
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,9 @@ class KVzap(Policy):
         window: delay in tokens.
         sinks: first tokens that are never evicted; 0 in the released code, where 4 are much better on small models.
         prefill: "rule" or "dense".
+        while_decoding: False: only the prompt is compressed, the first thing that enters a session; its last ``window``
+            tokens and all that comes after it stay (the released code's default).
+        prompt: [B] int32, tokens of the prompts, noted by :meth:`prepare`.
 
     Example::
 
@@ -53,6 +57,8 @@ class KVzap(Policy):
     window: int = WINDOW
     sinks: int = 0
     prefill: Prefill = "rule"
+    while_decoding: bool = True
+    prompt: Any = None
 
     shift = 0
 
@@ -156,6 +162,23 @@ class KVzap(Policy):
         return target
 
     @property
+    def prepares(self) -> bool:  # type: ignore[override]
+        """Where decoding evicts nothing it has to know where the prompt ends."""
+        return not self.while_decoding
+
+    def prepare(self, model: Any, tokenizer: Any, rows: Sequence[Sequence[int]]) -> "KVzap":
+        """Notes how long the prompts are."""
+        before = [0] * len(rows) if self.prompt is None else np.asarray(self.prompt).tolist()
+        lengths = [len(ids) or old for ids, old in zip(rows, before, strict=True)]
+        return dataclasses.replace(self, prompt=jnp.asarray(lengths, jnp.int32))
+
+    def of_rows(self, rows: Sequence[int]) -> "KVzap":
+        """With the prompts of these rows."""
+        if self.prompt is None:
+            return self
+        return dataclasses.replace(self, prompt=self.prompt[jnp.asarray(rows, jnp.int32)])
+
+    @property
     def layers(self) -> int:
         """L."""
         return int(self.params["out"]["bias"].shape[0])
@@ -188,7 +211,10 @@ class KVzap(Policy):
         """``threshold - score`` [B, H, T]: positive where the score is below the threshold."""
         score = predict(params, layer.normed).swapaxes(1, 2)
         gate = jnp.asarray(self.threshold, score.dtype) - score
-        return jnp.where((layer.positions < self.sinks)[:, None], jnp.asarray(-1, score.dtype), gate)
+        stays = layer.positions < self.sinks
+        if self.prompt is not None:
+            stays = stays | (layer.positions >= self.prompt[:, None] - self.window)
+        return jnp.where(stays[:, None], jnp.asarray(-1, score.dtype), gate)
 
 
 _KINDS = ("weight", "bias")
@@ -209,6 +235,6 @@ def predict(params: Any, x: Array) -> Array:
 
 jax.tree_util.register_dataclass(
     KVzap,
-    data_fields=["params", "threshold"],
-    meta_fields=[f.name for f in dataclasses.fields(KVzap) if f.name not in ("params", "threshold")],
+    data_fields=["params", "threshold", "prompt"],
+    meta_fields=[f.name for f in dataclasses.fields(KVzap) if f.name not in ("params", "threshold", "prompt")],
 )

@@ -85,8 +85,8 @@ def _kvzap(given: Settings, own: Policy) -> Method:
         raise InputError(
             f"policy {given.spec!r}: kvzap needs either threshold=NUMBER or a fixed ratio, cr=X or budget=N"
         )
-    if fixed and "prefill" in given.texts:
-        raise InputError(f"policy {given.spec!r}: prefill= goes with a threshold")
+    if fixed and (wrong := {"prefill", "decoding"} & given.texts.keys()):
+        raise InputError(f"policy {given.spec!r}: {sorted(wrong)[0]}= goes with a threshold")
     if not fixed and "per" in given.texts:
         raise InputError(f"policy {given.spec!r}: per= goes with a fixed ratio")
     if fixed:
@@ -96,6 +96,9 @@ def _kvzap(given: Settings, own: Policy) -> Method:
         return make(given._replace(values=values, texts=texts), own)
     settings: dict[str, Any] = {key: given.whole(key) for key in ("window", "sinks") if key in given.values}
     settings |= {key: given.texts[key] for key in ("prefill",) if key in given.texts}
+    if (decoding := given.texts.get("decoding", "true")) not in ("true", "false"):
+        raise InputError(f"policy {given.spec!r}: decoding must be true or false, not {decoding!r}")
+    settings["while_decoding"] = decoding == "true"
     return KVzap.load(given.texts["path"], threshold=given.values["threshold"], **settings)
 
 
@@ -119,9 +122,9 @@ KINDS: dict[str, Kind] = {
     ),
     "kvzap": Kind(
         ("threshold", "budget", "cr", "window", "sinks"),
-        "kvzap:path=DIR,threshold=X (window=128, sinks=0, prefill=rule): a KVzap surrogate; with cr=X or budget=N "
-        "(per=model) in place of the threshold the same share of every prompt",
-        _kvzap, ("path", "prefill", "per"),
+        "kvzap:path=DIR,threshold=X (window=128, sinks=0, prefill=rule, decoding=true): a KVzap surrogate; with cr=X "
+        "or budget=N (per=model) in place of the threshold the same share of every prompt",
+        _kvzap, ("path", "prefill", "per", "decoding"),
     ),
     "kvzip": Kind(
         ("budget", "cr", "sinks", "chunk", "prefix"), f"kvzip:{_SIZE} (kind=kvzip, per=model): the KVzip oracle",
