@@ -117,8 +117,8 @@ def collect(
     *,
     context: tuple[int, int],
     probe: tuple[int, int],
-    kind: Kind,
-    norm: Norm,
+    kind: Kind = "kvzip+",
+    norm: Norm = "input",
 ) -> tuple[Sums | None, Array, Array]:
     """Runs extended prompts through the model once.
 
