@@ -55,6 +55,6 @@ proof: env  ## compile whole training and decode steps of big models for GPUs an
 	@scripts/environment.sh $(VENV) aot
 	JAX_PLATFORMS=cpu PYTHONPATH=$(VENV)/aot $(RUN) -m benchmarks.compile_proof $(if $(ARGS),$(ARGS),$(PROOF))
 
-clean:  ## remove the environment, caches and builds (not runs/ and demo/)
+clean:  ## remove the environment, caches and builds (not runs/, demo/ and demo-quick/)
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
