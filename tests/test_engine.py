@@ -228,7 +228,7 @@ def test_what_is_refused(dms, engine):
         engine_of(dms.with_policy(kvs.Dense()), pool=8).submit(Request([5] * 40, 20))
     with pytest.raises(InputError, match="pool_bytes"):
         engine_of(dms, pool=0.5)
-    with pytest.raises(InputError, match="serves Dense, DMS, KVzap and StreamingLLM"):
+    with pytest.raises(InputError, match="serves Dense, DMS, KVzap"):
         engine_of(dms.with_policy(SnapKV(budget=96)))
 
 
