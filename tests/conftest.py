@@ -47,7 +47,6 @@ hypothesis.settings.load_profile("project")
 # What others of its kind show, too, at length: `make test` runs it, CI does not.
 AGAIN = (
     "test_answers.py::test_answers_are_those*",
-    "test_benchmarks.py::test_exactness",
     "test_cache.py::test_any_chunking_equals_the_rule[[]0-1-*",
     "test_cache.py::test_any_chunking_equals_the_rule[[]1-*",
     "test_cache.py::test_any_chunking_equals_the_rule[[]5-0-*",
@@ -55,8 +54,7 @@ AGAIN = (
     "test_cache.py::test_layout_of_tpus[[][68]*",
     "test_cache.py::test_no_step_copies_the_pool*float8_e4m3*",
     "test_delayed_attention.py::test_blockwise_equals_dense[[]False-True]",
-    "test_delayed_attention.py::test_blockwise_equals_dense[[]True-*",
-    "test_distributed.py::test_policies_that_select_and_a_pool_that_is_full",
+    "test_delayed_attention.py::test_blockwise_equals_dense[[]True-False]",
     "test_distributed.py::test_tokens_do_not_depend_on_the_devices[[]4-more[12]]",
     "test_distributed.py::test_two_processes_train_as_one_does[[]mesh1]",
     "test_engine.py::*deepseek_v2*",
@@ -64,7 +62,7 @@ AGAIN = (
     "test_engine.py::test_families[[]qwen3_moe*",
     "test_evaluate.py::test_policies_are_compared_on_what_follows*",
     "test_families.py::*deepseek_v2*",
-    "test_families.py::test_eight_bits*",
+    "test_families.py::test_eight_bits[[]gemma3_text]",
     "test_families.py::test_experts_on_a_mesh[[]qwen3_moe]",
     "test_families.py::test_kvzap_and_its_oracle[[]deepseek_v3]",
     "test_families.py::test_kvzap_and_its_oracle[[]phi3_partial]",
@@ -108,7 +106,7 @@ AGAIN = (
     "test_policies.py::test_dense_prefill_equals_the_reference[[]paged-None-*",
     "test_policies.py::test_dense_prefill_equals_the_reference[[]paged-5-[eqs]*",
     "test_policies.py::test_rows_with_a_budget_are_independent[[]SnapKV]",
-    "test_policies.py::test_rule_holds_everywhere[[]0-*",
+    "test_policies.py::test_rule_holds_everywhere[[]0-4]",
     "test_policies.py::test_rule_holds_everywhere[[]3-0]",
 )
 

@@ -81,7 +81,7 @@ class Policy:
             and what is evicted leaves when the prompt ends. (In a session the newest token has not entered yet: it
             comes with the first step, after that.)
         selects: it selects instead of deciding on arrival, and at once: ``window`` and ``shift`` then mean nothing.
-        while_decoding: a policy that selects does so after every token that is generated, too; else these stay.
+        while_decoding: tokens that are generated are compressed, too; else only prompts are, and these stay.
         sinks: first tokens that a policy that selects always keeps.
         prepares: it has to see a prompt before the prompt enters, see :meth:`prepare`.
         recent: for policies that select, how many of the newest tokens they ask to be told of.
