@@ -9,13 +9,14 @@ hidden state. Here both are computed in one forward pass over the extended seque
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from kernels.numerics import accumulator
@@ -31,6 +32,7 @@ from kvsparse_jax.generation.decode import Model, prefill, with_head
 from kvsparse_jax.models import decoder
 from kvsparse_jax.models.attention import value_projection
 from kvsparse_jax.models.config import ModelConfig
+from kvsparse_jax.models.sharding import by_heads, check_rows, kv_axis
 from kvsparse_jax.policies.dense import Dense
 from kvsparse_jax.tokenizer import Tokenizer
 
@@ -67,6 +69,16 @@ def _over_norm(x: Array) -> Array:
     return 1 / jnp.maximum(jnp.sqrt(jnp.sum(x * x, -1)), jnp.asarray(jnp.finfo(x.dtype).tiny, x.dtype))
 
 
+def _strongest(config: ModelConfig, mesh: Mesh | None) -> Callable[..., Array]:
+    """:func:`received`, the maximum over queries, of (q, k, q_positions, k_positions, row_weight); heads divided."""
+    of_kv = ("batch", kv_axis(mesh, config.kv_heads))
+
+    def strongest(q: Array, k: Array, q_positions: Array, k_positions: Array, row_weight: Array | None) -> Array:
+        return received(q, k, q_positions, k_positions, scale=config.scale, reduce="max", row_weight=row_weight)
+
+    return by_heads(mesh, strongest, [("batch", "heads"), of_kv, ("batch",), of_kv, ("batch",)])
+
+
 def layer_scores(
     config: ModelConfig,
     layer: decoder.Layer,
@@ -79,6 +91,7 @@ def layer_scores(
     probe: tuple[int, int],
     kind: Kind,
     norm: Norm = "input",
+    mesh: Mesh | None = None,
 ) -> Array:
     """Scores of one layer, plain probabilities (the logarithm is the caller's).
 
@@ -92,6 +105,7 @@ def layer_scores(
         kind: "kvzip" or "kvzip+".
         norm: the hidden state whose norm divides: the attention's "input" (released code) or the "residual" stream
             before its norm (the paper's text).
+        mesh: rows and heads are divided over it, see :func:`kvsparse_jax.whole.attend`.
 
     Returns:
         [B, H, n], n columns of the context.
@@ -105,21 +119,14 @@ def layer_scores(
         row_weight = _over_norm(x)
     positions, real = whole.positions_of(segment_ids), segment_ids > PADDING
     at = jnp.broadcast_to(jnp.where(real, positions, NEVER)[:, None], k.shape[:3])
-    scores = received(
-        q[:, :, rows],
-        k,
-        jnp.where(real, positions, -1)[:, rows],
-        at,
-        scale=config.scale,
-        reduce="max",
-        row_weight=row_weight,
-    )[..., start:end]
+    strongest = _strongest(config, mesh)
+    scores = strongest(q[:, :, rows], k, jnp.where(real, positions, -1)[:, rows], at, row_weight)[..., start:end]
     if kind == "kvzip+":
         scores = scores * value_norms(v[:, :, start:end], value_projection(config, layer.params))
     return scores.reshape(scores.shape[0], config.kv_heads, -1, end - start).max(2)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "context", "probe", "kind", "norm"))
+@functools.partial(jax.jit, static_argnames=("config", "context", "probe", "kind", "norm", "mesh"))
 def _scores(
     params: decoder.Params,
     config: ModelConfig,
@@ -130,9 +137,10 @@ def _scores(
     probe: tuple[int, int],
     kind: Kind,
     norm: Norm,
+    mesh: Mesh | None,
 ) -> Array:
     policy = Dense()
-    inner = whole.attend(config, policy, segment_ids)
+    inner = whole.attend(config, policy, segment_ids, mesh=mesh)
     positions = whole.positions_of(segment_ids)
 
     def attend(
@@ -150,10 +158,11 @@ def _scores(
             probe=probe,
             kind=kind,
             norm=norm,
+            mesh=mesh,
         )
         return out, state, found
 
-    return decoder.forward(params, config, policy, ids, positions, attend)[2]
+    return decoder.forward(params, config, policy, ids, positions, attend, wrap=decoder.on_mesh(config, mesh))[2]
 
 
 def _span(name: str, span: tuple[int, int], length: int) -> tuple[int, int]:
@@ -184,7 +193,7 @@ def oracle_scores(
     """What each key of the context is worth to the probe that repeats it; the full cache, whatever the policy.
 
     Args:
-        lm: the model.
+        lm: the model; on a mesh rows are divided over its data and fsdp axes and heads over its tensor axis.
         input_ids: [B, T], context and probe in one sequence.
         context: columns (start, end) of the keys to score, end exclusive.
         probe: columns of the repetition, whose queries count.
@@ -198,7 +207,7 @@ def oracle_scores(
         a sliding window have scores too, as if all tokens were there; they mean nothing.
 
     Raises:
-        InputError: spans outside the sequence, unknown kind.
+        InputError: spans outside the sequence, unknown kind, rows or heads that the mesh does not divide.
 
     References:
         arXiv 2505.23416, section 3; arXiv 2601.07891, section 3.1.
@@ -209,7 +218,8 @@ def oracle_scores(
     ids, segments = lm.check(input_ids, attention_mask)
     length = ids.shape[1]
     spans = {"context": _span("context", context, length), "probe": _span("probe", probe, length)}
-    found = _scores(lm.params, lm.config, ids, segments, kind=kind, norm=norm, **spans)
+    check_rows(lm.mesh, ids.shape[0])
+    found = _scores(lm.params, lm.config, ids, segments, kind=kind, norm=norm, mesh=lm.mesh, **spans)
     return jnp.log(found) if kind == "kvzip+" else found
 
 
@@ -283,14 +293,12 @@ def _piece_scores(
         if kind == "kvzip+":
             x = layer.inputs.normed.astype(accumulator(q.dtype))
             row_weight = _over_norm(x)
-        found = received(
+        found = _strongest(config, model.mesh)(
             q,
             jnp.concatenate([keys[:, :, :_SINKS_AT_MOST], columns(keys), k], 2),
             jnp.where(valid, at, -1),
             jnp.concatenate(positions, 2),
-            scale=config.scale,
-            reduce="max",
-            row_weight=row_weight,
+            row_weight,
         )[..., _SINKS_AT_MOST : _SINKS_AT_MOST + piece]
         if kind == "kvzip+":
             found = found * value_norms(columns(values), value_projection(config, layer.params))

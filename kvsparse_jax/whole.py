@@ -15,7 +15,7 @@ from kernels.visibility import NEVER, PADDING, decisions_by_key, expires, visibl
 from kvsparse_jax.errors import InputError
 from kvsparse_jax.models import decoder
 from kvsparse_jax.models.config import ModelConfig
-from kvsparse_jax.models.sharding import by_heads, check_heads
+from kvsparse_jax.models.sharding import by_heads, kv_axis
 from kvsparse_jax.policies import Held, Policy
 
 if TYPE_CHECKING:
@@ -55,10 +55,7 @@ def attend(
     Raises:
         InputError: KV heads that the mesh does not divide.
     """
-    kv_heads: str | None = None
-    if mesh is not None:
-        check_heads(mesh, config.kv_heads)
-        kv_heads = "kv_heads" if config.kv_heads > 1 else None
+    of_kv = ("batch", kv_axis(mesh, config.kv_heads))
 
     def attention(
         q: Array, k: Array, v: Array, gate: Array | None, segment_ids: Array, local_window: Array | None
@@ -76,7 +73,6 @@ def attend(
             hard=hard,
         )
 
-    of_kv = ("batch", kv_heads)
     divided = by_heads(mesh, attention, [("batch", "heads"), of_kv, of_kv, of_kv, ("batch",), None])
 
     def of_layer(

@@ -174,6 +174,32 @@ def test_the_command_and_its_resume(small, tmp_path, monkeypatch, capsys):
     assert (whole / "correlation.png").stat().st_size > 1000
 
 
+def test_on_a_mesh(small, tmp_path, monkeypatch, capsys):
+    """Prompts over two devices and heads over two others, interrupted and gone on with: what one device finds."""
+    base = ["--model", small, *ARGUMENTS, "--batch-size", "2"]
+    assert kvzap.main([*base, "--output", str(tmp_path / "one")]) == 0
+    mesh = [*base, "--mesh-data", "2", "--mesh-tensor", "2", "--output", str(tmp_path / "mesh")]
+    original, calls = surrogate.collect, []
+
+    def stops(*args, **kwargs):
+        calls.append(kwargs["mesh"])
+        if len(calls) == 3:
+            raise kvs.RunError("the power failed")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(surrogate, "collect", stops)
+    assert kvzap.main(mesh) == 1
+    assert dict(calls[0].shape) == {"data": 2, "fsdp": 1, "tensor": 2}
+    monkeypatch.setattr(surrogate, "collect", original)
+    assert kvzap.main([*mesh, "--resume", "auto"]) == 0
+    assert "going on after 4 prompts" in capsys.readouterr().out
+    for kind in ("linear", "mlp"):
+        a, b = (kvs.KVzap.load(tmp_path / run / kind) for run in ("one", "mesh"))
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-3), a.params, b.params)
+    assert kvzap.main([*base, "--mesh-data", "4", "--output", str(tmp_path / "other")]) == 2
+    assert "2 rows cannot be divided over 4 devices" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

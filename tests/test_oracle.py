@@ -9,6 +9,7 @@ import pytest
 import kvsparse_jax as kvs
 from kvsparse_jax import whole
 from kvsparse_jax.models import decoder
+from kvsparse_jax.models.sharding import make_mesh
 from kvsparse_jax.oracle import Probe, scores_in_chunks
 from kvsparse_jax.policies import Dense
 from kvsparse_jax.policies.prompted import best
@@ -226,3 +227,22 @@ def test_bad_input(models):
     limit = lm.config.max_positions
     with pytest.raises(kvs.InputError, match=f"more than the model's {limit}"):
         scores_in_chunks(lm._model, np.full((1, limit - 3), 5), probe)
+
+
+def test_on_a_mesh(golden_methods, models):
+    """Rows over two devices, heads over two others; the weights in pieces, too."""
+    gold = np.load(golden_methods / "5_kvzip" / "kvzip_plus_llama.npz")
+    ids = np.concatenate([gold["input_ids"], np.roll(gold["input_ids"], 1, 1)])
+    want = kvs.oracle_scores(models["llama"], ids, *spans(gold))
+    np.testing.assert_allclose(want[:, 0], gold["log_splus"], atol=1e-4)
+    directory = golden_methods / "5_kvzip" / "llama"
+    for mesh in (make_mesh(data=2, tensor=2), make_mesh(fsdp=2)):
+        lm = kvs.load(directory, dtype="float32", mesh=mesh)
+        got = kvs.oracle_scores(lm, ids, *spans(gold))
+        np.testing.assert_allclose(got, want, atol=2e-5)
+    with pytest.raises(kvs.InputError, match="1 rows cannot be divided over 2 devices"):
+        kvs.oracle_scores(lm, ids[:1], *spans(gold))
+    lm = kvs.load(directory, dtype="float32", mesh=make_mesh(tensor=2))
+    probe = Probe([5], [6], [7])
+    want = scores_in_chunks(models["llama"]._model, ids[:1], probe, chunk=16)
+    np.testing.assert_allclose(scores_in_chunks(lm._model, ids[:1], probe, chunk=16), want, atol=2e-5)

@@ -65,6 +65,13 @@ def _parser() -> cli.Parser:
         help="hidden state in the KVzip+ score: the attention's input (released code) or the residual (paper's text)",
     )  # fmt: skip
     p.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the model")
+    p.add_argument(
+        "--mesh-data", type=int, default=1, unit="devices", help="over which the prompts of a batch are divided"
+    )
+    p.add_argument("--mesh-fsdp", type=int, default=1, unit="devices", help="over which batch and weights are divided")
+    p.add_argument(
+        "--mesh-tensor", type=int, default=1, unit="devices", help="over which heads and channels are divided"
+    )
     p.add_argument("--seed", type=int, default=0, help="of the order of documents, the sample and the MLP")
     p.add_argument("--save-every", type=int, default=50, unit="batches", help="distance of checkpoints; 0: none")
     p.add_argument("--resume", choices=("auto", "never"), default="never", help="auto: go on from the last checkpoint")
@@ -106,6 +113,8 @@ def _check(args: Namespace) -> None:
             raise InputError(f"--{name.replace('_', '-')} must be positive, not {value}")
     if not (math.isfinite(args.ridge) and args.ridge >= 0):
         raise InputError(f"--ridge must be at least 0, not {args.ridge}")
+    for name in ("mesh_data", "mesh_fsdp", "mesh_tensor"):
+        whole(f"--{name.replace('_', '-')}", getattr(args, name), 1)
     if args.prompts % args.batch_size or args.heldout_prompts % args.batch_size:
         raise InputError(
             f"{args.prompts} prompts and {args.heldout_prompts} held-out ones cannot be cut into batches of "
@@ -296,9 +305,12 @@ class _Collector:
             probe=probe,
             kind=self._args.target,
             norm=self._args.norm,
+            mesh=self._lm.mesh,
         )
         if not bool(jnp.isfinite(y).all() & jnp.isfinite(x.astype(jnp.float32)).all()):
             raise RunError(f"the model's scores in batch {number} are not finite: its weights are not to be trusted")
+        if self._lm.mesh is not None:  # what is fitted is on one device
+            x, y = (jnp.asarray(np.asarray(z)) for z in (x, y))
         return sums, x, y
 
 
@@ -307,12 +319,16 @@ def _run(args: Namespace) -> None:
     settings = {k: v for k, v in vars(args).items() if k not in ("output", "resume", "save_every")}
     _fresh(args.output, args.resume, settings)
     import kvsparse_jax as kvs  # here, so that --help and mistakes answer at once
-    from kvsparse_jax import corpus
+    from kvsparse_jax import corpus, distributed
+    from kvsparse_jax.models.sharding import check_rows, make_mesh
     from train import surrogate
     from train.data import Loader, Source
     from train.store import Store
 
-    lm = kvs.load(args.model, dtype=args.dtype).with_policy(kvs.Dense())
+    shape = args.mesh_data, args.mesh_fsdp, args.mesh_tensor
+    mesh = make_mesh(*shape) if shape != (1, 1, 1) else None
+    check_rows(mesh, args.batch_size)
+    lm = kvs.load(args.model, dtype=args.dtype, mesh=mesh).with_policy(kvs.Dense())
     if lm.tokenizer is None:
         raise InputError(f"{args.model} has no tokenizer, so no text can be read")
     tokenizer = lm.tokenizer
@@ -342,6 +358,8 @@ def _run(args: Namespace) -> None:
             fit.restore(saved.state, saved.meta)
             train.restore(saved.meta["data"])
             print(f"going on after {train.taken * args.batch_size} prompts")
+        if mesh is not None:
+            fit.sums = distributed.replicate(fit.sums, mesh)
         cli.write_json_atomically(args.output / "run.json", settings)
         batches, done = args.prompts // args.batch_size, train.taken * args.batch_size
         with cli.progress(args.prompts, desc="kvzap", unit="prompts", initial=done) as bar:

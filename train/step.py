@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from kernels.delayed_eviction.api import SAVED
 from kernels.visibility import PADDING
 from kvsparse_jax.models import decoder
 from kvsparse_jax.models.config import ModelConfig
-from kvsparse_jax.models.sharding import collect, constrain
+from kvsparse_jax.models.sharding import collect
 from kvsparse_jax.policies import DMS, Dense
 from kvsparse_jax.whole import attend, positions_of
 from train import losses
@@ -120,34 +120,17 @@ def gumbel_noise(
     return jnp.transpose(noise, (2, 0, 3, 1)).astype(dtype)
 
 
-_RESIDUAL = ("batch", None, None)
-
-
 def _wrap(config: ModelConfig, remat: Remat, mesh: Mesh | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """What happens around a layer: on a mesh its weights come together for it alone, and rows stay where they are."""
-    axes = None if mesh is None else _layer_axes(config)
+    """What happens around a layer: it is divided over the mesh, and computed again in the backward pass."""
     policies = jax.checkpoint_policies
     policy = policies.save_only_these_names(*SAVED) if remat == "attention" else policies.nothing_saveable
+    divided = decoder.on_mesh(config, mesh)
 
     def wrap(layer: Callable[..., Any]) -> Callable[..., Any]:
-        def placed(x: Array, state: Any, index: Any, p: Tree, policy_params: Any) -> tuple[Array, Any, Any]:
-            x, state, result = layer(constrain(mesh, x, _RESIDUAL), state, index, collect(mesh, p, axes), policy_params)
-            return constrain(mesh, x, _RESIDUAL), state, result
-
-        return placed if remat == "none" else jax.checkpoint(placed, policy=policy, prevent_cse=False)
+        layer = divided(layer)
+        return layer if remat == "none" else jax.checkpoint(layer, policy=policy, prevent_cse=False)
 
     return wrap
-
-
-@functools.cache
-def _layer_axes(config: ModelConfig) -> Tree:
-    """Logical axes of the tensors of a layer; those of the same name lie alike in all stacks of layers."""
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # names are logical: no mesh in use knows them
-        axes = decoder.logical_axes(config)
-    found: Tree = {}
-    for name in config.stacks:
-        found = merge(found, jax.tree.map(lambda a: a[1:], axes[name], is_leaf=lambda a: isinstance(a, tuple)))
-    return found
 
 
 def hidden_states(

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array, lax
+from jax.sharding import Mesh
 
 from kvsparse_jax import whole
 from kvsparse_jax.errors import InputError
@@ -107,7 +108,9 @@ class Sums:
         )
 
 
-@functools.partial(jax.jit, static_argnames=("config", "context", "probe", "kind", "norm"), donate_argnames="sums")
+@functools.partial(
+    jax.jit, static_argnames=("config", "context", "probe", "kind", "norm", "mesh"), donate_argnames="sums"
+)
 def collect(
     params: decoder.Params,
     config: ModelConfig,
@@ -119,6 +122,7 @@ def collect(
     probe: tuple[int, int],
     kind: Kind = "kvzip+",
     norm: Norm = "input",
+    mesh: Mesh | None = None,
 ) -> tuple[Sums | None, Array, Array]:
     """Runs extended prompts through the model once.
 
@@ -128,14 +132,14 @@ def collect(
         sums: what was summed before; every token of the contexts is added. None: nothing is summed.
         chosen: [B, S] int32, tokens of each context to give back.
         context, probe: columns of the two copies.
-        kind, norm: see :func:`kvsparse_jax.oracle.layer_scores`.
+        kind, norm, mesh: see :func:`kvsparse_jax.oracle.layer_scores`.
 
     Returns:
         The sums; attention inputs [L, B * S, D] of the chosen tokens, and their log scores [L, B * S, H] float32.
     """
     segments = jnp.zeros_like(ids)
     positions = whole.positions_of(segments)
-    inner = whole.attend(config, Dense(), segments)
+    inner = whole.attend(config, Dense(), segments, mesh=mesh)
 
     def attend(
         sums: Sums | None, layer: decoder.Layer, q: Array, k: Array, v: Array, gate: Array | None
@@ -152,6 +156,7 @@ def collect(
             probe=probe,
             kind=kind,
             norm=norm,
+            mesh=mesh,
         )
         y = jnp.maximum(jnp.log(scores), LEAST_SCORE).astype(jnp.float32).swapaxes(1, 2)  # [B, n, H]
         x = layer.inputs.normed[:, slice(*context)]
@@ -160,7 +165,8 @@ def collect(
         picked = [jnp.take_along_axis(z, chosen[..., None], 1).reshape(-1, z.shape[-1]) for z in (x, y)]
         return out, sums, (picked[0], picked[1])
 
-    _, sums, (x, y) = decoder.forward(params, config, Dense(), ids, positions, attend, sums)
+    wrap = decoder.on_mesh(config, mesh)
+    _, sums, (x, y) = decoder.forward(params, config, Dense(), ids, positions, attend, sums, wrap=wrap)
     if sums is not None:
         sums = dataclasses.replace(sums, count=sums.count + chosen.shape[0] * (context[1] - context[0]))
     return sums, x, y

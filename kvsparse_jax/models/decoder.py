@@ -5,6 +5,7 @@ stored and attended to is the caller's: ``forward`` hands q, k, v and the policy
 ``attend`` function, which training, prefill and decode supply.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
+from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
 from kernels.numerics import accumulator
@@ -21,6 +23,7 @@ from kvsparse_jax.models.config import ModelConfig
 from kvsparse_jax.models.experts import mixture
 from kvsparse_jax.models.parts import Params as Params
 from kvsparse_jax.models.parts import mlp, rms_norm
+from kvsparse_jax.models.sharding import collect, constrain
 from kvsparse_jax.policies.base import LayerInput, Policy
 
 _INITIAL_STD = 0.02
@@ -249,6 +252,39 @@ def _block(
     else:
         out = mlp(config.activation, p, normed)
     return x + (norm(out, "post_mlp_norm") if config.post_norms else out), state, result
+
+
+_RESIDUAL = ("batch", None, None)
+
+
+def on_mesh(config: ModelConfig, mesh: Mesh | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For ``wrap`` of :func:`forward`: a layer's weights come together for it alone, and rows stay where they are.
+
+    Args:
+        config: of the model.
+        mesh: rows are divided over its data and fsdp axes; None: nothing happens.
+    """
+    axes = None if mesh is None else _layer_axes(config)
+
+    def wrap(layer: Callable[..., Any]) -> Callable[..., Any]:
+        def placed(x: Array, state: Any, index: Any, p: Params, *rest: Any) -> tuple[Array, Any, Any]:
+            x, state, result = layer(constrain(mesh, x, _RESIDUAL), state, index, collect(mesh, p, axes), *rest)
+            return constrain(mesh, x, _RESIDUAL), state, result
+
+        return placed
+
+    return wrap
+
+
+@functools.cache
+def _layer_axes(config: ModelConfig) -> Params:
+    """Logical axes of the tensors of a layer; those of the same name lie alike in all stacks of layers."""
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # names are logical: no mesh in use knows them
+        axes = logical_axes(config)
+    found: Params = {}
+    for name in config.stacks:
+        found |= jax.tree.map(lambda a: a[1:], axes[name], is_leaf=lambda a: isinstance(a, tuple))
+    return found
 
 
 def forward(

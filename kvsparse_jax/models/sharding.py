@@ -97,6 +97,24 @@ def check_heads(mesh: Mesh, kv_heads: int) -> None:
         raise InputError(f"{kv_heads} KV heads cannot be divided over {ways} devices (tensor): take a divisor of them")
 
 
+def check_rows(mesh: Mesh | None, rows: int) -> None:
+    """Refuses rows that the mesh does not divide evenly.
+
+    Raises:
+        InputError: with both numbers.
+    """
+    ways = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+    if rows % ways:
+        raise InputError(f"{rows} rows cannot be divided over {ways} devices (data x fsdp): take a multiple of them")
+
+
+def kv_axis(mesh: Mesh | None, kv_heads: int) -> str | None:
+    """Logical axis of KV heads in :func:`by_heads`; see :func:`check_heads`."""
+    if mesh is not None:
+        check_heads(mesh, kv_heads)
+    return "kv_heads" if kv_heads > 1 else None
+
+
 def by_heads[F: Callable[..., Any]](mesh: Mesh | None, f: F, like: Sequence[Sequence[str | None] | None]) -> F:
     """``f`` run by each device on its rows and heads alone, without collectives; as it is without a mesh.
 
