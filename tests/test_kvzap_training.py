@@ -83,8 +83,9 @@ def test_the_mlp_learns_what_no_line_can():
     mlp = surrogate.Mlp.init(2, 8, 32, 2, scale, 0)
     losses = []
     for step in range(400):
-        rows = jnp.asarray(rng.permutation(2000)[:256], jnp.int32)
-        mlp, loss = surrogate.mlp_step(mlp, jnp.asarray(x), jnp.asarray(y), rows, jnp.float32(5e-3 * (1 - step / 400)))
+        rows = rng.permutation(2000)[:256]
+        batch = jnp.asarray(x[:, rows]), jnp.asarray(y[:, rows])
+        mlp, loss = surrogate.mlp_step(mlp, *batch, jnp.float32(5e-3 * (1 - step / 400)), jax.random.key(0))
         losses.append(float(loss))
     assert losses[-1] < 0.05 < 0.5 < losses[0]
     folded = mlp.folded()
@@ -98,6 +99,26 @@ def test_the_mlp_learns_what_no_line_can():
     assert np.abs(predicted - y).mean() < 0.6  # on the targets' own scale
     want = np.corrcoef(predicted[1, :, 0], y[1, :, 0])[0, 1] ** 2
     assert squared[1, 0] == pytest.approx(want, abs=1e-6)
+
+
+def test_dropout_and_decay_restrain_the_mlp():
+    """Fewer tokens than weights, targets of noise: without restraint they are learned by heart."""
+    rng = np.random.default_rng(3)
+    x, y = (rng.normal(0, 1, (1, 64, n)).astype(np.float32) for n in (32, 1))
+
+    def error(restraint):
+        mlp = surrogate.Mlp.init(1, 32, 64, 1, surrogate.Scale.of(x, y), 0)
+        for _ in range(300):
+            mlp, _ = surrogate.mlp_step(
+                mlp, jnp.asarray(x), jnp.asarray(y), jnp.float32(5e-3), jax.random.key(0), restraint
+            )
+        return float(np.square(np.asarray(surrogate.predict_all(mlp.folded(), jnp.asarray(x))) - y).mean() / y.var())
+
+    free = error(surrogate.Restraint())
+    assert free < 0.01
+    for restraint in (surrogate.Restraint(dropout=0.5), surrogate.Restraint(input_dropout=0.5)):
+        assert error(restraint) > 10 * free
+    assert error(surrogate.Restraint(weight_decay=5.0)) > 10 * free
 
 
 def test_templates_that_alter_the_prompt_are_refused():
@@ -208,6 +229,9 @@ def test_on_a_mesh(small, tmp_path, monkeypatch, capsys):
         (["--max-tokens", "4000"], "more than the model's context"),
         (["--ridge", "-1"], "--ridge must be at least 0"),
         (["--lr", "nan"], "--lr must be positive"),
+        (["--dropout", "1"], "--dropout must be at least 0 and below 1"),
+        (["--input-dropout", "nan"], "--input-dropout must be at least 0 and below 1"),
+        (["--weight-decay", "-1"], "--weight-decay must be at least 0"),
         (["--buffer-gb", "0.000001"], "fewer than the --mlp-batch"),
         (["--prompts", "7", "--batch-size", "2"], "cannot be cut into batches of 2"),
         (["--data", "builtin:nothing"], "nothing"),

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -30,6 +31,7 @@ kvsparse_jax.KVzap.load opens them), results.json, correlation.png and, while it
 EPILOG = """example:
   python -m train.kvzap --model smollm2-135m --output runs/kvzap --data builtin:code --data builtin:manuals
 """
+_WARM_UP = 50  # steps in which the MLP's learning rate rises
 BUCKETS = 5
 """Different lengths of a prompt, each of which is a compiled program."""
 
@@ -54,6 +56,9 @@ def _parser() -> cli.Parser:
     p.add_argument("--mlp-width", type=int, help="hidden units of the MLP (default: an eighth of the model's width)")
     p.add_argument("--epochs", type=float, default=15, help="passes of the MLP over its sample")
     p.add_argument("--lr", type=float, default=5e-3, help="peak learning rate of the MLP (AdamW, cosine to 0)")
+    p.add_argument("--dropout", type=float, default=0.1, help="share of the MLP's hidden units left out of each step")
+    p.add_argument("--input-dropout", type=float, default=0.1, help="the same of its inputs")
+    p.add_argument("--weight-decay", type=float, default=0.1, help="of the MLP's kernels (AdamW)")
     p.add_argument("--mlp-batch", type=int, default=512, unit="tokens", help="tokens per step of the MLP")
     p.add_argument("--buffer-gb", type=float, default=2.0, unit="GB", help="most memory for the MLP's sample")
     p.add_argument(
@@ -111,6 +116,11 @@ def _check(args: Namespace) -> None:
         value = getattr(args, name)
         if not (math.isfinite(value) and value > 0):
             raise InputError(f"--{name.replace('_', '-')} must be positive, not {value}")
+    for name in ("dropout", "input_dropout"):
+        if not 0 <= getattr(args, name) < 1:
+            raise InputError(f"--{name.replace('_', '-')} must be at least 0 and below 1, not {getattr(args, name)}")
+    if not (math.isfinite(args.weight_decay) and args.weight_decay >= 0):
+        raise InputError(f"--weight-decay must be at least 0, not {args.weight_decay}")
     if not (math.isfinite(args.ridge) and args.ridge >= 0):
         raise InputError(f"--ridge must be at least 0, not {args.ridge}")
     for name in ("mesh_data", "mesh_fsdp", "mesh_tensor"):
@@ -247,16 +257,16 @@ class _Fit:
         until = min(self._steps, math.ceil(args.epochs * self.progress["rows"] / args.mlp_batch))
         rng = np.random.default_rng((args.seed, 1, self.progress["phases"]))
         order = np.zeros(0, np.int64)
-        on_device = jnp.asarray(x), jnp.asarray(y)
+        restraint = surrogate.Restraint(args.dropout, args.input_dropout, args.weight_decay)
+        key = jax.random.key(args.seed)
         with cli.progress(until - start, desc="mlp") as bar:
             for step in range(start, until):
                 while len(order) < args.mlp_batch:
                     order = np.concatenate([order, rng.permutation(rows)])
                 chosen, order = order[: args.mlp_batch], order[args.mlp_batch :]
-                lr = args.lr * 0.5 * (1 + math.cos(math.pi * step / self._steps))
-                self.mlp, loss = surrogate.mlp_step(
-                    self.mlp, *on_device, jnp.asarray(chosen, jnp.int32), jnp.float32(lr)
-                )
+                lr = args.lr * 0.5 * (1 + math.cos(math.pi * step / self._steps)) * min(1, (step + 1) / _WARM_UP)
+                batch = (jnp.asarray(z[:, chosen]) for z in (x, y))  # the sample stays in the host's memory
+                self.mlp, loss = surrogate.mlp_step(self.mlp, *batch, jnp.float32(lr), key, restraint)
                 if (step + 1) % 50 == 0 or step + 1 == until:
                     bar.set_postfix(loss=float(loss))
                     if not math.isfinite(float(loss)):

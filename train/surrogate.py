@@ -253,7 +253,7 @@ class Mlp:
             }
 
         params = {"hidden": part(keys[:2], features, width), "out": part(keys[2:], width, heads)}
-        return cls(params, jax.vmap(_optimiser(1.0).init)(params), scale, jnp.zeros((), jnp.int32))
+        return cls(params, jax.vmap(_optimiser(1.0, 0.0).init)(params), scale, jnp.zeros((), jnp.int32))
 
     def folded(self) -> Any:
         """Parameters for features and targets as they are."""
@@ -267,29 +267,60 @@ class Mlp:
         }
 
 
-def _optimiser(lr: float | Array) -> optax.GradientTransformation:
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(lr))
+class Restraint(NamedTuple):
+    """What keeps an MLP from learning its sample by heart.
+
+    Attributes:
+        dropout: share of hidden units left out of a step.
+        input_dropout: the same of (standardised) features.
+        weight_decay: AdamW's, of the kernels.
+    """
+
+    dropout: float = 0.0
+    input_dropout: float = 0.0
+    weight_decay: float = 1e-4
 
 
-@functools.partial(jax.jit, donate_argnames="mlp")
-def mlp_step(mlp: Mlp, x: Array, y: Array, rows: Array, lr: Array) -> tuple[Mlp, Array]:
-    """One AdamW step of all layers on the tokens ``rows`` [b] of x [L, N, D], y [L, N, H]; and the mean loss."""
+def _optimiser(lr: float | Array, weight_decay: float) -> optax.GradientTransformation:
+    def kernels(params: Any) -> Any:
+        return jax.tree.map(lambda p: p.ndim == 2, params)  # of one layer
 
-    def of_layer(params: Any, state: Any, scale: Scale, x: Array, y: Array) -> tuple[Any, Any, Array]:
-        inputs = (x[rows].astype(jnp.float32) - scale.x_mean[None]) / scale.x_std[None]
-        wanted = (y[rows] - scale.y_mean[None]) / scale.y_std[None]
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(lr, weight_decay=weight_decay, mask=kernels))
+
+
+def _dropped(key: Array, rate: float, x: Array) -> Array:
+    kept = jax.random.bernoulli(key, 1 - rate, x.shape)
+    return jnp.where(kept, x / (1 - rate), jnp.zeros_like(x))
+
+
+@functools.partial(jax.jit, donate_argnames="mlp", static_argnames="restraint")
+def mlp_step(
+    mlp: Mlp, x: Array, y: Array, lr: Array, key: Array, restraint: Restraint | None = None
+) -> tuple[Mlp, Array]:
+    """One AdamW step of all layers on tokens x [L, b, D], y [L, b, H]; and the mean loss. Products are in x's dtype."""
+
+    restraint = restraint or Restraint()
+
+    def of_layer(params: Any, state: Any, scale: Scale, key: Array, x: Array, y: Array) -> tuple[Any, Any, Array]:
+        inputs = (x.astype(jnp.float32) - scale.x_mean[None]) / scale.x_std[None]
+        wanted = (y - scale.y_mean[None]) / scale.y_std[None]
+        for_inputs, for_hidden = jax.random.split(key)
+        if restraint.input_dropout:
+            inputs = _dropped(for_inputs, restraint.input_dropout, inputs)
+        alter = functools.partial(_dropped, for_hidden, restraint.dropout) if restraint.dropout else None
 
         def loss(params: Any) -> Array:
-            return jnp.mean(jnp.square(predict(params, inputs) - wanted))
+            return jnp.mean(jnp.square(predict(params, inputs.astype(x.dtype), alter) - wanted))
 
         value, grads = jax.value_and_grad(loss)(params)
         # optax counts in int32 and multiplies with float32 without saying so.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            updates, state = _optimiser(lr).update(grads, state, params)
+            updates, state = _optimiser(lr, restraint.weight_decay).update(grads, state, params)
             params = optax.apply_updates(params, updates)
         return params, state, value
 
-    params, state, losses = jax.vmap(of_layer)(mlp.params, mlp.state, mlp.scale, x, y)
+    keys = jax.random.split(jax.random.fold_in(key, mlp.step), x.shape[0])
+    params, state, losses = jax.vmap(of_layer)(mlp.params, mlp.state, mlp.scale, keys, x, y)
     return Mlp(params, state, mlp.scale, mlp.step + 1), losses.mean()
 
 

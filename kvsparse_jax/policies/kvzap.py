@@ -6,7 +6,7 @@ import math
 import os
 import pathlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,17 +220,24 @@ class KVzap(Policy):
 _KINDS = ("weight", "bias")
 
 
-def predict(params: Any, x: Array) -> Array:
-    """Scores [..., H] of one layer's attention inputs x [..., D]; sums in float32."""
+def _linear(p: Any, x: Array) -> Array:
     acc = accumulator(x.dtype)
+    y = jnp.matmul(x, p["kernel"].astype(x.dtype), preferred_element_type=acc)
+    return y + p["bias"].astype(acc).reshape((1,) * (x.ndim - 1) + (-1,))
 
-    def linear(p: Any, x: Array) -> Array:
-        y = jnp.matmul(x, p["kernel"].astype(x.dtype), preferred_element_type=acc)
-        return y + p["bias"].astype(acc).reshape((1,) * (x.ndim - 1) + (-1,))
 
+def predict(params: Any, x: Array, alter: Callable[[Array], Array] | None = None) -> Array:
+    """Scores [..., H] of one layer's attention inputs x [..., D]; sums in float32.
+
+    Args:
+        params: of the layer.
+        x: in the dtype of the products.
+        alter: applied to an MLP's hidden units [..., F] (dropout, in training).
+    """
     if "hidden" in params:
-        x = jax.nn.gelu(linear(params["hidden"], x), approximate=False).astype(x.dtype)
-    return linear(params["out"], x)
+        hidden = jax.nn.gelu(_linear(params["hidden"], x), approximate=False)
+        x = (hidden if alter is None else alter(hidden)).astype(x.dtype)
+    return _linear(params["out"], x)
 
 
 jax.tree_util.register_dataclass(
