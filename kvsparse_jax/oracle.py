@@ -70,13 +70,17 @@ def _over_norm(x: Array) -> Array:
 
 
 def _strongest(config: ModelConfig, mesh: Mesh | None) -> Callable[..., Array]:
-    """:func:`received`, the maximum over queries, of (q, k, q_positions, k_positions, row_weight); heads divided."""
+    """The maximum over queries, of (q, k, q_positions, k_positions, row_weight, lse), see :func:`received`."""
     of_kv = ("batch", kv_axis(mesh, config.kv_heads))
 
-    def strongest(q: Array, k: Array, q_positions: Array, k_positions: Array, row_weight: Array | None) -> Array:
-        return received(q, k, q_positions, k_positions, scale=config.scale, reduce="max", row_weight=row_weight)
+    def strongest(
+        q: Array, k: Array, q_positions: Array, k_positions: Array, row_weight: Array | None, lse: Array | None
+    ) -> Array:
+        return received(
+            q, k, q_positions, k_positions, scale=config.scale, reduce="max", row_weight=row_weight, lse=lse
+        )
 
-    return by_heads(mesh, strongest, [("batch", "heads"), of_kv, ("batch",), of_kv, ("batch",)])
+    return by_heads(mesh, strongest, [("batch", "heads"), of_kv, ("batch",), of_kv, ("batch",), ("batch", "heads")])
 
 
 def layer_scores(
@@ -85,6 +89,7 @@ def layer_scores(
     q: Array,
     k: Array,
     v: Array,
+    lse: Array,
     *,
     segment_ids: Array,
     context: tuple[int, int],
@@ -100,6 +105,7 @@ def layer_scores(
         layer: what ``attend`` is told.
         q: [B, Hq, T, D] after RoPE.
         k, v: [B, H, T, D], k after RoPE.
+        lse: [B, Hq, T] of the layer's attention, see :func:`kvsparse_jax.whole.dense_attention`.
         segment_ids: [B, T], 0, or PADDING where there is no token.
         context, probe: columns, end exclusive.
         kind: "kvzip" or "kvzip+".
@@ -111,19 +117,19 @@ def layer_scores(
         [B, H, n], n columns of the context.
     """
     acc = accumulator(q.dtype)
-    start, end = context
-    rows = slice(*probe)
+    rows, columns = slice(*probe), slice(*context)
     row_weight = None
     if kind == "kvzip+":
         x = (layer.inputs.normed if norm == "input" else layer.inputs.residual)[:, rows].astype(acc)
         row_weight = _over_norm(x)
     positions, real = whole.positions_of(segment_ids), segment_ids > PADDING
-    at = jnp.broadcast_to(jnp.where(real, positions, NEVER)[:, None], k.shape[:3])
-    strongest = _strongest(config, mesh)
-    scores = strongest(q[:, :, rows], k, jnp.where(real, positions, -1)[:, rows], at, row_weight)[..., start:end]
+    keys = k[:, :, columns]
+    at = jnp.broadcast_to(jnp.where(real, positions, NEVER)[:, None, columns], keys.shape[:3])
+    asks = jnp.where(real, positions, -1)[:, rows]
+    scores = _strongest(config, mesh)(q[:, :, rows], keys, asks, at, row_weight, lse[:, :, rows])
     if kind == "kvzip+":
-        scores = scores * value_norms(v[:, :, start:end], value_projection(config, layer.params))
-    return scores.reshape(scores.shape[0], config.kv_heads, -1, end - start).max(2)
+        scores = scores * value_norms(v[:, :, columns], value_projection(config, layer.params))
+    return scores.reshape(scores.shape[0], config.kv_heads, -1, keys.shape[2]).max(2)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "context", "probe", "kind", "norm", "mesh"))
@@ -140,19 +146,20 @@ def _scores(
     mesh: Mesh | None,
 ) -> Array:
     policy = Dense()
-    inner = whole.attend(config, policy, segment_ids, mesh=mesh)
+    attention = whole.dense_attention(config, segment_ids, mesh)
     positions = whole.positions_of(segment_ids)
 
     def attend(
         state: None, layer: decoder.Layer, q: Array, k: Array, v: Array, gate: Array | None
     ) -> tuple[Array, None, Array]:
-        out, state, _ = inner(state, layer, q, k, v, gate)
+        out, lse = attention(layer, q, k, v)
         found = layer_scores(
             config,
             layer,
             q,
             k,
             v,
+            lse,
             segment_ids=segment_ids,
             context=context,
             probe=probe,
@@ -299,6 +306,7 @@ def _piece_scores(
             jnp.where(valid, at, -1),
             jnp.concatenate(positions, 2),
             row_weight,
+            None,
         )[..., _SINKS_AT_MOST : _SINKS_AT_MOST + piece]
         if kind == "kvzip+":
             found = found * value_norms(columns(values), value_projection(config, layer.params))

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from kernels import delayed_attention
+from kernels.delayed_eviction.api import attention_with_lse
 from kernels.visibility import NEVER, PADDING, decisions_by_key, expires, visible
 from kvsparse_jax.errors import InputError
 from kvsparse_jax.models import decoder
@@ -84,6 +85,19 @@ def attend(
         return divided(q, k, v, effective, segment_ids, layer.local_window), state, gate
 
     return of_layer
+
+
+def dense_attention(
+    config: ModelConfig, segment_ids: Array, mesh: Mesh | None = None
+) -> Callable[[decoder.Layer, Array, Array, Array], tuple[Array, Array]]:
+    """(layer, q, k, v) -> the output and the log-sum-exp [B, Hq, T] of attention to all earlier tokens of a segment."""
+    of_kv = ("batch", kv_axis(mesh, config.kv_heads))
+
+    def attention(q: Array, k: Array, v: Array, segment_ids: Array, local_window: Array | None) -> tuple[Array, Array]:
+        return attention_with_lse(q, k, v, scale=config.scale, segment_ids=segment_ids, local_window=local_window)
+
+    divided = by_heads(mesh, attention, [("batch", "heads"), of_kv, of_kv, ("batch",), None])
+    return lambda layer, q, k, v: divided(q, k, v, segment_ids, layer.local_window)
 
 
 @functools.partial(jax.jit, static_argnames="config")

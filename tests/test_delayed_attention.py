@@ -11,6 +11,7 @@ import pytest
 
 from kernels import delayed_attention
 from kernels.delayed_eviction import reference, xla
+from kernels.delayed_eviction.api import attention_with_lse
 from kernels.visibility import PADDING
 
 GOLDENS = (
@@ -87,6 +88,25 @@ def test_blockwise_equals_dense(hard: bool, segmented: bool) -> None:
         np.testing.assert_allclose(out, wanted, rtol=0, atol=1e-5)
         for grad, wanted_grad in zip(vjp(cotangent), wanted_vjp(cotangent), strict=True):
             np.testing.assert_allclose(grad, wanted_grad, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize("local", [None, 5])
+def test_log_sum_exp(implementation: str, local: int | None) -> None:
+    """Of every row, in numpy float64; the output beside it is the plain one."""
+    (q, k, v, _), _ = _inputs()
+    segments = jnp.asarray(SEGMENTS, jnp.int32)
+    settings: dict[str, Any] = {"scale": 0.4, "segment_ids": segments, "local_window": local}
+    out, lse = attention_with_lse(q, k, v, **settings, implementation=implementation)
+    np.testing.assert_allclose(out, delayed_attention(q, k, v, window=0, **settings), atol=1e-5)
+    length = q.shape[2]
+    distance = np.arange(length)[:, None] - np.arange(length)
+    seen = (SEGMENTS[:, :, None] == SEGMENTS[:, None]) & (SEGMENTS != PADDING)[:, :, None] & (distance >= 0)
+    seen &= distance < (local or length)
+    scores = 0.4 * np.einsum("bhqd,bhkd->bhqk", np.asarray(q, np.float64), np.repeat(np.asarray(k), 3, 1))
+    with np.errstate(divide="ignore"):
+        wanted = np.log(np.where(seen[:, None], np.exp(scores), 0).sum(-1))
+    np.testing.assert_allclose(lse, np.where(np.isneginf(wanted), np.inf, wanted), atol=1e-5)
 
 
 def test_padding_is_zero_and_never_leaks() -> None:

@@ -59,6 +59,27 @@ def test_blocks_do_not_show(monkeypatch, reduce):
     np.testing.assert_allclose(got, expected(q, k, q_at, k_at, weight, 0.7, reduce), atol=1e-6)
 
 
+@pytest.mark.parametrize("implementation", sorted(IMPLEMENTATIONS))
+@pytest.mark.parametrize("reduce", ["sum", "max"])
+def test_part_of_the_keys(monkeypatch, implementation, reduce):
+    """With the log-sum-exp over all keys, some of them receive what they receive among all."""
+    monkeypatch.setattr(xla, "BLOCK_Q", 4)
+    monkeypatch.setattr(xla, "BLOCK_K", 8)
+    q, k, q_at, k_at, weight = case(queries=30, keys=41, seed=2)
+    lse = np.full(q.shape[:3], np.inf)
+    for b, h, t in np.ndindex(*lse.shape):
+        seen = k_at[b, h // 3] <= q_at[b, t]
+        if seen.any():
+            lse[b, h, t] = np.logaddexp.reduce(k[b, h // 3][seen].astype(np.float64) @ q[b, h, t] * 0.7)
+    want = expected(q, k, q_at, k_at, weight, 0.7, reduce)[..., 5:19]
+    arrays = q, k[:, :, 5:19], q_at, k_at[:, :, 5:19], weight, lse.astype(np.float32)
+    q, k, q_at, k_at, weight, lse = map(jnp.asarray, arrays)
+    got = received(
+        q, k, q_at, k_at, scale=0.7, reduce=reduce, row_weight=weight, lse=lse, implementation=implementation
+    )
+    np.testing.assert_allclose(got, want, atol=1e-6)
+
+
 def test_bad_arguments():
     q, k, q_at, k_at, _ = map(jnp.asarray, case())
     with pytest.raises(ValueError, match="do not fit"):
@@ -67,6 +88,8 @@ def test_bad_arguments():
         received(q, k, q_at, k_at[:, 0], scale=1.0)
     with pytest.raises(ValueError, match="row_weight"):
         received(q, k, q_at, k_at, scale=1.0, row_weight=jnp.ones((2,)))
+    with pytest.raises(ValueError, match="lse"):
+        received(q, k, q_at, k_at, scale=1.0, lse=jnp.ones((2, 6)))
     with pytest.raises(ValueError, match="reduce"):
         received(q, k, q_at, k_at, scale=1.0, reduce="mean")
     with pytest.raises(NotImplementedError, match="there are"):

@@ -139,18 +139,19 @@ def collect(
     """
     segments = jnp.zeros_like(ids)
     positions = whole.positions_of(segments)
-    inner = whole.attend(config, Dense(), segments, mesh=mesh)
+    attention = whole.dense_attention(config, segments, mesh)
 
     def attend(
         sums: Sums | None, layer: decoder.Layer, q: Array, k: Array, v: Array, gate: Array | None
     ) -> tuple[Array, Sums | None, tuple[Array, Array]]:
-        out, _, _ = inner(None, layer, q, k, v, gate)
+        out, lse = attention(layer, q, k, v)
         scores = layer_scores(
             config,
             layer,
             q,
             k,
             v,
+            lse,
             segment_ids=segments,
             context=context,
             probe=probe,

@@ -57,6 +57,46 @@ def delayed_attention(
         ValueError: shapes or settings that do not fit.
         NotImplementedError: unknown implementation, or one that cannot do this here.
     """
+    out = _chosen(q, k, v, gate_logits, window, scale, shift, segment_ids, local_window, hard, implementation, False)
+    assert isinstance(out, Array)
+    return out
+
+
+def attention_with_lse(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    scale: float,
+    segment_ids: Array | None = None,
+    local_window: int | Array | None = None,
+    implementation: str | None = None,
+) -> tuple[Array, Array]:
+    """:func:`delayed_attention` without eviction, and the log-sum-exp of each row's scores; not differentiable.
+
+    Returns:
+        [B, Hq, T, D], and [B, Hq, T] float32 (float64 for float64 queries), +inf for rows that see no key.
+    """
+    out = _chosen(q, k, v, None, 0, scale, 1, segment_ids, local_window, False, implementation, True)
+    assert isinstance(out, tuple)
+    return out
+
+
+def _chosen(
+    q: Array,
+    k: Array,
+    v: Array,
+    gate_logits: Array | None,
+    window: int,
+    scale: float,
+    shift: int,
+    segment_ids: Array | None,
+    local_window: int | Array | None,
+    hard: bool,
+    implementation: str | None,
+    with_lse: bool,
+) -> Array | tuple[Array, Array]:
+    """Checks the arguments of :func:`delayed_attention` and hands them to an implementation."""
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or q.shape[::2] != k.shape[::2] or q.shape[3] != k.shape[3]:
         raise ValueError(f"q [B, Hq, T, D] and k, v [B, H, T, D] do not fit: {q.shape}, {k.shape}, {v.shape}")
     if q.shape[1] % k.shape[1]:
@@ -71,11 +111,12 @@ def delayed_attention(
             f"no implementation {implementation!r} of delayed_attention; there are {sorted(IMPLEMENTATIONS)}"
         )
     name = implementation or ("xla" if mosaic.unsupported(q, k) else "mosaic")
-    implementations: dict[str, Callable[..., Array]] = {
+    implementations: dict[str, Callable[..., Array | tuple[Array, Array]]] = {
         "mosaic": partial(mosaic.attention, hard=hard),
         "reference": reference.attention,
         "xla": xla.attention,
     }
     bias = None if gate_logits is None else log_visibility(gate_logits, shift, segment_ids, hard=hard)
     local = None if local_window is None else jnp.asarray(local_window, jnp.int32)
-    return implementations[name](q, k, v, bias, segment_ids, local, window=window, scale=scale)
+    settings = {"window": window, "scale": scale, "with_lse": with_lse}
+    return implementations[name](q, k, v, bias, segment_ids, local, **settings)

@@ -89,7 +89,8 @@ def attention(
     window: int,
     scale: float,
     hard: bool = False,
-) -> Array:
+    with_lse: bool = False,
+) -> Array | tuple[Array, Array]:
     """Same contract as :func:`kernels.delayed_eviction.reference.attention`; differentiable in q, k, v and bias.
 
     Args:
@@ -109,8 +110,11 @@ def attention(
         q, k, v = jnp.pad(q, grow), jnp.pad(k, grow), jnp.pad(v, grow)
         bias = None if bias is None else jnp.pad(bias, grow[:3])
         segment_ids = None if segment_ids is None else jnp.pad(segment_ids, grow[1:3], constant_values=PADDING)
-    out = _attention(_Plan(window, scale, hard and bias is not None), q, k, v, bias, segment_ids, local_window)
-    return out[:, :, :length, :dim]
+    plan = _Plan(window, scale, hard and bias is not None)
+    if with_lse:
+        out, lse = _forward(plan, q, k, v, bias, segment_ids, local_window)
+        return out[:, :, :length, :dim], lse[:, :, :length]
+    return _attention(plan, q, k, v, bias, segment_ids, local_window)[:, :, :length, :dim]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -357,7 +361,7 @@ def aot_cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         shape = {**MODELS, **OTHER_DIMS}[model]
         length, dim = 8192, shape.head_dim
 
-        def forward(q: Array, k: Array, v: Array, bias: Array, segment_ids: Array) -> Array:
+        def forward(q: Array, k: Array, v: Array, bias: Array, segment_ids: Array) -> Array | tuple[Array, Array]:
             return attention(
                 q,
                 k,

@@ -17,7 +17,8 @@ def attention(
     *,
     window: int,
     scale: float,
-) -> Array:
+    with_lse: bool = False,
+) -> Array | tuple[Array, Array]:
     """Masked attention with a [T, T] score matrix; for tests and tiny inputs.
 
     ``score[q, k] = scale * <q, k> + (bias[k] if q - k > window else 0)`` over the keys of the query's own segment with
@@ -32,9 +33,10 @@ def attention(
         local_window: int32 scalar or None.
         window: delay of the eviction in tokens.
         scale: multiplies ``<q, k>``.
+        with_lse: give the log-sum-exp of each row's scores, too; that form is not differentiable.
 
     Returns:
-        [B, Hq, T, D] in the dtype of q.
+        [B, Hq, T, D] in the dtype of q; and [B, Hq, T], +inf for rows without a visible key.
     """
     batch, heads, length, dim = q.shape
     kv_heads = k.shape[1]
@@ -57,5 +59,6 @@ def attention(
     weights = jnp.exp(scores - top)
     total = weights.sum(-1, keepdims=True)
     weights = weights / jnp.where(total == 0, jnp.ones_like(total), total)
-    out = jnp.einsum("bhgqk,bhkd->bhgqd", weights, v.astype(acc))
-    return out.reshape(q.shape).astype(q.dtype)
+    out = jnp.einsum("bhgqk,bhkd->bhgqd", weights, v.astype(acc)).reshape(q.shape).astype(q.dtype)
+    lse = jnp.where(total == 0, jnp.inf, top + jnp.log(total))[..., 0]
+    return (out, lse.reshape(q.shape[:3])) if with_lse else out

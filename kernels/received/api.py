@@ -18,13 +18,15 @@ def received(
     scale: float,
     reduce: Literal["sum", "max"] = "sum",
     row_weight: Array | None = None,
+    lse: Array | None = None,
     implementation: str | None = None,
 ) -> Array:
     """Probability that queries give to each key, summed over the queries or its maximum over them.
 
-    Query at position p sees the keys at positions up to p; the softmax is over all keys given. No array grows with
-    queries x keys. Importance scores are made of it: the oracles of KVzip (arXiv 2505.23416) take the maximum over the
-    rows of a repeated prompt, H2O (arXiv 2306.14048) the sum over all rows, SnapKV (arXiv 2404.14469) over the last.
+    Query at position p sees the keys at positions up to p; the softmax is over all keys given (but see ``lse``). No
+    array grows with queries x keys. Importance scores are made of it: the oracles of KVzip (arXiv 2505.23416) take the
+    maximum over the rows of a repeated prompt, H2O (arXiv 2306.14048) the sum over all rows, SnapKV (arXiv 2404.14469)
+    over the last.
 
     Args:
         q: [B, Hq, T, D], the queries that count.
@@ -34,6 +36,9 @@ def received(
         scale: multiplies ``<q, k>``.
         reduce: over the queries.
         row_weight: [B, T], at least 0, factor of each query's probabilities; None: 1.
+        lse: [B, Hq, T], log-sum-exp of each query's scores where it is known (+inf for a query without a key, as of
+            :func:`kernels.delayed_eviction.api.attention_with_lse`). The softmax is then over all keys that it was
+            taken over, of which those given may be a part. None: it is found first.
         implementation: "xla" or "reference"; None takes the best for this device. A named one never falls back.
 
     Returns:
@@ -52,10 +57,12 @@ def received(
         )
     if row_weight is not None and row_weight.shape != q_positions.shape:
         raise ValueError(f"row_weight {row_weight.shape} must be [B, T] like q_positions {q_positions.shape}")
+    if lse is not None and lse.shape != q.shape[:3]:
+        raise ValueError(f"lse {lse.shape} must be [B, Hq, T] of q {q.shape}")
     if reduce not in ("sum", "max"):
         raise ValueError(f"reduce must be 'sum' or 'max', not {reduce!r}")
     name = implementation or "xla"
     if name not in IMPLEMENTATIONS:
         known = sorted(IMPLEMENTATIONS)
         raise NotImplementedError(f"no implementation {name!r} of received; there are {known}")
-    return IMPLEMENTATIONS[name](q, k, q_positions, k_positions, row_weight, scale=scale, reduce=reduce)
+    return IMPLEMENTATIONS[name](q, k, q_positions, k_positions, row_weight, lse, scale=scale, reduce=reduce)

@@ -1,7 +1,8 @@
 """The attention that keys receive, in plain XLA: blocks of queries, each against all blocks of keys, twice.
 
-The first pass over the keys finds each query's log-sum-exp, the second turns scores into probabilities and reduces them
-over the queries. The products are computed twice, so that nothing is larger than a block of queries x a block of keys.
+The first pass over the keys finds each query's log-sum-exp, unless it is known; the second reduces over the queries:
+sums of probabilities, or maxima of their logarithms, which need no exponential of every score. The products are
+computed twice, so that nothing is larger than a block of queries x a block of keys.
 """
 
 import jax.numpy as jnp
@@ -19,7 +20,15 @@ BLOCK_K = 512
 
 
 def received(
-    q: Array, k: Array, q_positions: Array, k_positions: Array, row_weight: Array | None, *, scale: float, reduce: str
+    q: Array,
+    k: Array,
+    q_positions: Array,
+    k_positions: Array,
+    row_weight: Array | None,
+    lse: Array | None,
+    *,
+    scale: float,
+    reduce: str,
 ) -> Array:
     """See :func:`kernels.received.api.received`."""
     batch, heads, queries, dim = q.shape
@@ -33,7 +42,10 @@ def received(
     q = q.reshape(batch, kv_heads, group, queries + pad_q, dim)
     q_positions = jnp.pad(q_positions, ((0, 0), (0, pad_q)), constant_values=-1)
     weight = jnp.ones((batch, queries), acc) if row_weight is None else row_weight.astype(acc)
-    weight = jnp.pad(weight, ((0, 0), (0, pad_q)))
+    weight = jnp.log(jnp.pad(weight, ((0, 0), (0, pad_q))))
+    if lse is not None:
+        lse = jnp.pad(lse.astype(acc), ((0, 0), (0, 0), (0, pad_q)), constant_values=jnp.inf)
+        lse = lse.reshape(batch, kv_heads, group, -1)
     k_positions = jnp.pad(k_positions, ((0, 0), (0, 0), (0, pad_k)), constant_values=NEVER)
     k = jnp.pad(k, ((0, 0), (0, 0), (0, pad_k), (0, 0)))
     k = jnp.where((k_positions == NEVER)[..., None], 0, k)  # what is not there may hold NaN
@@ -67,24 +79,32 @@ def received(
 
             return lax.cond(visible(j), add, lambda x: x, sofar)
 
-        start = jnp.full((batch, kv_heads, group * block_q), EMPTY, acc)
-        top, total = lax.fori_loop(jnp.int32(0), jnp.int32(blocks), first, (start, jnp.zeros_like(start)))
-        factor = jnp.where(total == 0, 0, jnp.tile(share, (1, group))[:, None] / jnp.where(total == 0, 1, total))
+        if lse is None:
+            start = jnp.full((batch, kv_heads, group * block_q), EMPTY, acc)
+            top, total = lax.fori_loop(jnp.int32(0), jnp.int32(blocks), first, (start, jnp.zeros_like(start)))
+            known = jnp.where(total == 0, jnp.inf, top + jnp.log(jnp.where(total == 0, 1, total)))
+        else:
+            known = lax.dynamic_slice_in_dim(lse, i * block_q, block_q, 3).reshape(batch, kv_heads, -1)
+        # Probability times weight is exp(score - less); +inf where there is nothing to receive.
+        less = (known - jnp.tile(share, (1, group))[:, None])[..., None]
 
         def second(j: Array, out: Array) -> Array:
             def add(out: Array) -> Array:
                 s, seen = scores(j)
-                p = jnp.where(seen, jnp.exp(s - top[..., None]), 0) * factor[..., None]
-                p = p.reshape(batch, kv_heads, group, block_q, block_k)
                 old = lax.dynamic_slice_in_dim(out, j * block_k, block_k, 3)
-                new = old + p.sum(3) if reduce == "sum" else jnp.maximum(old, p.max(3))
+                if reduce == "sum":
+                    p = jnp.where(seen, jnp.exp(s - less), 0)
+                    new = old + p.reshape(batch, kv_heads, group, block_q, block_k).sum(3)
+                else:
+                    new = jnp.maximum(old, (s - less).reshape(batch, kv_heads, group, block_q, block_k).max(3))
                 return lax.dynamic_update_slice_in_dim(out, new, j * block_k, 3)
 
             return lax.cond(visible(j), add, lambda x: x, out)
 
         return lax.fori_loop(jnp.int32(0), jnp.int32(blocks), second, out), None
 
-    out = jnp.zeros((batch, kv_heads, group, count + pad_k), acc)
+    out = jnp.full((batch, kv_heads, group, count + pad_k), 0 if reduce == "sum" else -jnp.inf, acc)
     indices = jnp.arange((queries + pad_q) // block_q, dtype=jnp.int32)
     out, _ = lax.scan(query_block, out, indices)
+    out = out if reduce == "sum" else jnp.exp(out)
     return out.reshape(batch, heads, count + pad_k)[:, :, :count]

@@ -120,7 +120,7 @@ def by_heads[F: Callable[..., Any]](mesh: Mesh | None, f: F, like: Sequence[Sequ
 
     Args:
         mesh: devices.
-        f: arrays -> one array with the axes (batch, heads, ...).
+        f: arrays -> one array, or several, with the axes (batch, heads, ...).
         like: logical axes of each argument; None: all devices have the whole of it.
     """
     if mesh is None:
