@@ -30,9 +30,9 @@ KINDS = ("code", "docstrings", "manuals", "readme", "headers", "data")
 
 
 def methods(
-    lm: kvs.LM, ids: np.ndarray, context: int, removed: float, surrogates: dict[str, Path], args: argparse.Namespace
+    lm: kvs.LM, ids: np.ndarray, context: int, removed: float, window: int, surrogates: dict[str, Path]
 ) -> dict[str, Policy]:
-    """Policies that remove a share of the context."""
+    """Policies that remove a share of the context; the window is KVzap's."""
     budget = round(context * (1 - removed))
     found: dict[str, Policy] = {
         "KVzip": kvs.KVzip(budget=budget),
@@ -47,12 +47,12 @@ def methods(
     }
     for name, path in surrogates.items():
         for sinks in (0, 4):
-            policy = kvs.KVzap.load(path, window=args.window, sinks=sinks, prefill="dense", while_decoding=False)
+            policy = kvs.KVzap.load(path, window=window, sinks=sinks, prefill="dense", while_decoding=False)
             aimed = calibrate(lm.with_policy(policy), ids[:, :context], cr=1 / (1 - removed)).policy
             found[f"KVzap {name}, {sinks} sinks"] = aimed
             if sinks:
                 found[f"KVzap {name}, {sinks} sinks, fixed ratio"] = kvs.KVzapBudget(
-                    budget=budget, sinks=sinks, newest=min(args.window, budget - sinks), surrogate=policy
+                    budget=budget, sinks=sinks, newest=min(window, budget - sinks), surrogate=policy
                 )
                 rule = dataclasses.replace(policy, prefill="rule", while_decoding=True)
                 aimed = calibrate(lm.with_policy(rule), ids[:, :context], cr=1 / (1 - removed)).policy
@@ -68,7 +68,13 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024, help="tokens (default %(default)s)")
     parser.add_argument("--next", type=int, default=256, help="tokens that are scored (default %(default)s)")
     parser.add_argument("--removed", type=float, nargs="+", default=[0.5, 0.75, 0.875], help="default %(default)s")
-    parser.add_argument("--window", type=int, default=64, help="of KVzap, in tokens (default %(default)s)")
+    parser.add_argument(
+        "--window",
+        type=int,
+        nargs="+",
+        default=[64],
+        help="of KVzap, in tokens: one, or one for each share removed (default 64)",
+    )
     parser.add_argument("--kvpress", help="interpreter with torch and kvpress")
     parser.add_argument("--only", nargs="+", help="policies whose names start like this")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
@@ -78,10 +84,13 @@ def main() -> None:
     texts = evaluate.held_out_sequences(lm.tokenizer, args.context + args.next, args.texts, KINDS)
     ids = np.asarray(texts.ids)
     surrogates = {path.name: path for path in args.surrogate}
-    figures: dict[str, Any] = {"context": args.context, "next": args.next, "window": args.window, "ours": {}}
+    windows = args.window * len(args.removed) if len(args.window) == 1 else args.window
+    if len(windows) != len(args.removed):
+        parser.error(f"--window must be one or {len(args.removed)}, as --removed is, not {len(windows)}")
+    figures: dict[str, Any] = {"context": args.context, "next": args.next, "windows": windows, "ours": {}}
     thresholds: dict[int, list[float]] = {0: [], 4: []}
-    for removed in args.removed:
-        chosen = methods(lm, ids, args.context, removed, surrogates, args)
+    for removed, window in zip(args.removed, windows, strict=True):
+        chosen = methods(lm, ids, args.context, removed, window, surrogates)
         for sinks, of in thresholds.items() if surrogates else ():
             of.append(chosen[f"KVzap {next(iter(surrogates))}, {sinks} sinks"].threshold)  # type: ignore[attr-defined]
         if args.only:
@@ -99,8 +108,8 @@ def main() -> None:
                 "--model",
                 str(lm.source),
             ]
-            command += ["--ids", str(file), "--context", str(args.context), "--window", str(args.window)]
-            command += ["--removed", *map(str, args.removed)]
+            command += ["--ids", str(file), "--context", str(args.context)]
+            command += ["--window", *map(str, windows), "--removed", *map(str, args.removed)]
             if surrogates:
                 first = next(iter(surrogates.values()))
                 command += ["--surrogate", str(first), "--thresholds", json.dumps(thresholds)]

@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument(
         "--thresholds", type=json.loads, default={}, help="JSON: its threshold for each share, by the number of sinks"
     )
-    parser.add_argument("--window", type=int, default=128, help="of KVzap (default %(default)s)")
+    parser.add_argument("--window", type=int, nargs="+", required=True, help="of KVzap, for each share removed")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
@@ -89,7 +89,7 @@ def main() -> None:
             dense = torch.log_softmax(logits(row[None], None), -1)
             for n, ratio in enumerate(args.removed):
                 thresholds = {int(sinks): chosen[n] for sinks, chosen in args.thresholds.items()}
-                for name, press in presses(ratio, surrogate, thresholds, args.window).items():
+                for name, press in presses(ratio, surrogate, thresholds, args.window[n]).items():
                     other = torch.log_softmax(logits(row[None], press), -1)
                     kl = (dense.exp() * (dense - other)).sum(-1).mean()
                     found.setdefault(name, {}).setdefault(str(ratio), []).append(float(kl))

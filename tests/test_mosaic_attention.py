@@ -67,6 +67,18 @@ def test_forward_equals_reference(
         assert not np.asarray(found.astype(jnp.float32))[0][:, np.asarray(segments[0]) < 0].any()
 
 
+def test_log_sum_exp() -> None:
+    q, k, v, _ = _inputs(64, 130, 2, "plain")
+    rest: dict[str, Any] = {"window": 0, "scale": 0.125, "with_lse": True}
+    segments = _segments(130).astype(jnp.int32)
+    wide = [x.astype(jnp.float32) for x in (q, k, v)]
+    wanted = reference.attention(*wide, None, segments, None, **rest)
+    with plgpu.force_gpu_interpret_mode(INTERPRETER):
+        found = mosaic.attention(q, k, v, None, segments, None, **rest)
+    _near(found[0], wanted[0])
+    np.testing.assert_allclose(found[1], wanted[1], atol=2e-2)
+
+
 def test_all_rows_masked_gives_zeros() -> None:
     q, k, v, bias = _inputs(64, 128, 1, "hard")
     segments = jnp.full((1, 128), PADDING, jnp.int32)
