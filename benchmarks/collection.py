@@ -1,11 +1,11 @@
 """What a KVzap surrogate is trained on, collected by this library and by the original PyTorch code, in turn.
 
-    python -m benchmarks.collection --torch PYTHON --kvpress CHECKOUT
+    python -m benchmarks.collection --kvpress PYTHON --checkout DIRECTORY
 
 Every held-out prompt of 750 to 1250 tokens goes through one and then through the other: both run "P, repeat it: P" once
 and take 500 tokens of P; ours adds all of P to the sums of the linear surrogate as well, as ``python -m train.kvzap``
-does. PYTHON has torch, transformers, pandas and kvpress; CHECKOUT is a checkout of kvpress, whose kvzap/data.py is run
-as it is, attention eager as it needs.
+does. PYTHON has torch, transformers, triton, pandas and kvpress; DIRECTORY is a checkout of kvpress, whose
+kvzap/data.py is run as it is, attention eager as it needs. The mean score of every layer and head is compared, too.
 """
 
 import argparse
@@ -66,8 +66,8 @@ class Theirs:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="default %(default)s")
-    parser.add_argument("--torch", required=True, help="interpreter with torch, transformers and kvpress")
-    parser.add_argument("--kvpress", required=True, help="checkout of kvpress")
+    parser.add_argument("--kvpress", required=True, help="interpreter with torch and kvpress")
+    parser.add_argument("--checkout", required=True, help="checkout of kvpress")
     parser.add_argument("--prompts", type=int, default=15, help="default %(default)s")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
@@ -80,10 +80,11 @@ def main() -> None:
     contexts = Contexts(loader, sizes, 1)
     prompts = [next(contexts) for _ in range(args.prompts)]
     extended = surrogate.Extended.of(lm.tokenizer)
-    sums: surrogate.Sums | None = surrogate.Sums.zero(lm.config)
+    sums: Any = surrogate.Sums.zero(lm.config)
 
     def ours(prompt: np.ndarray, rng: np.random.Generator) -> tuple[float, np.ndarray]:
         nonlocal sums
+        before = np.asarray(sums.y)
         start = time.perf_counter()
         context, probe = extended.spans(prompt.shape[1])
         chosen = np.sort(rng.choice(prompt.shape[1], SAMPLE, replace=False))[None]
@@ -96,26 +97,27 @@ def main() -> None:
             context=context,
             probe=probe,
         )
-        np.asarray(x)
-        y = np.asarray(y)
+        np.asarray(x), np.asarray(y)
         jax.block_until_ready(sums)
-        return time.perf_counter() - start, y.mean(1)
+        seconds = time.perf_counter() - start
+        return seconds, (np.asarray(sums.y) - before) / prompt.shape[1]
 
     rng = np.random.default_rng(0)
     for prompt in prompts[: len(sizes)]:  # every length is compiled once
         ours(prompt, rng)
-    theirs = Theirs(args.torch, args.kvpress, lm.source, [lm.tokenizer.decode(p[0].tolist()) for p in prompts])
+    theirs = Theirs(args.kvpress, args.checkout, lm.source, [lm.tokenizer.decode(p[0].tolist()) for p in prompts])
     theirs.collect(0)
     rows = []
     for number, prompt in enumerate(prompts):
         seconds, scores = ours(prompt, rng)
         other = theirs.collect(number)
-        apart = np.abs(scores - np.asarray(other["scores"])).max()
+        same = other["tokens"] == prompt.shape[1]  # the original strips white space around the text
+        apart = float(np.abs(scores - np.asarray(other["scores"])).max()) if same else None
         rows.append(
             {
                 "tokens": [prompt.shape[1], other["tokens"]],
                 "seconds": [seconds, other["seconds"]],
-                "largest difference of a head's mean score": float(apart),
+                "largest difference of a head's mean score": apart,
             }
         )
         print(f"prompt {number + 1} of {len(prompts)}: {rows[-1]}", file=sys.stderr, flush=True)

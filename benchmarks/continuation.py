@@ -79,14 +79,14 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="policies whose names start like this")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
+    windows = args.window * len(args.removed) if len(args.window) == 1 else args.window
+    if len(windows) != len(args.removed):
+        parser.error(f"--window must be one or {len(args.removed)}, as --removed is, not {len(windows)}")
 
     lm = kvs.load(args.model, dtype="float32").with_policy(kvs.Dense())
     texts = evaluate.held_out_sequences(lm.tokenizer, args.context + args.next, args.texts, KINDS)
     ids = np.asarray(texts.ids)
     surrogates = {path.name: path for path in args.surrogate}
-    windows = args.window * len(args.removed) if len(args.window) == 1 else args.window
-    if len(windows) != len(args.removed):
-        parser.error(f"--window must be one or {len(args.removed)}, as --removed is, not {len(windows)}")
     figures: dict[str, Any] = {"context": args.context, "next": args.next, "windows": windows, "ours": {}}
     thresholds: dict[int, list[float]] = {0: [], 4: []}
     for removed, window in zip(args.removed, windows, strict=True):

@@ -35,10 +35,11 @@ def main() -> None:
     for line in sys.stdin:
         text = texts[int(line)]
         start = time.perf_counter()
-        _, scores = collector.collect(pandas.DataFrame({"text": [text]}), n_tokens=args.sample)
+        collector.collect(pandas.DataFrame({"text": [text]}), n_tokens=args.sample)
         seconds = time.perf_counter() - start
+        scores = [of_layer.float().mean(0).tolist() for _, of_layer in collector._data]  # of all tokens [T, H]
         _, first, end, _, _ = repeat_prompt_tokenization(tokenizer, text)
-        answer = {"seconds": seconds, "tokens": end - first, "scores": scores.float().mean(0).tolist()}
+        answer = {"seconds": seconds, "tokens": end - first, "scores": scores}
         print(json.dumps(answer), flush=True)
 
 

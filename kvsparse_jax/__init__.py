@@ -5,7 +5,15 @@ lm = kvs.load("smollm2-135m")
 lm.logits(input_ids)
 """
 
-from kvsparse_jax.cache.report import CacheReport
+try:
+    from kvsparse_jax.cache.report import CacheReport
+except ModuleNotFoundError as error:
+    if not (error.name or "").startswith("kernels."):
+        raise
+    raise ImportError(
+        "another package named `kernels` (Hugging Face's, which transformers 5.25 and newer require) hides the one of "
+        'kvsparse-jax: pip uninstall kernels, pip install "transformers<5.25", then install kvsparse-jax again'
+    ) from error
 from kvsparse_jax.errors import InputError, RunError
 from kvsparse_jax.generation import GenerateOutput, Piece, Replay, Session
 from kvsparse_jax.lm import LM, load

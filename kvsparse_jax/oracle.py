@@ -123,13 +123,16 @@ def layer_scores(
         x = (layer.inputs.normed if norm == "input" else layer.inputs.residual)[:, rows].astype(acc)
         row_weight = _over_norm(x)
     positions, real = whole.positions_of(segment_ids), segment_ids > PADDING
-    keys = k[:, :, columns]
-    at = jnp.broadcast_to(jnp.where(real, positions, NEVER)[:, None, columns], keys.shape[:3])
+    at = jnp.broadcast_to(jnp.where(real, positions, NEVER)[:, None], k.shape[:3])
     asks = jnp.where(real, positions, -1)[:, rows]
-    scores = _strongest(config, mesh)(q[:, :, rows], keys, asks, at, row_weight, lse[:, :, rows])
+    strongest = _strongest(config, mesh)
+    if layer.local_window is None:
+        scores = strongest(q[:, :, rows], k[:, :, columns], asks, at[:, :, columns], row_weight, lse[:, :, rows])
+    else:  # the log-sum-exp is over the keys of a window
+        scores = strongest(q[:, :, rows], k, asks, at, row_weight, None)[..., columns]
     if kind == "kvzip+":
         scores = scores * value_norms(v[:, :, columns], value_projection(config, layer.params))
-    return scores.reshape(scores.shape[0], config.kv_heads, -1, keys.shape[2]).max(2)
+    return scores.reshape(scores.shape[0], config.kv_heads, -1, columns.stop - columns.start).max(2)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "context", "probe", "kind", "norm", "mesh"))
@@ -300,7 +303,8 @@ def _piece_scores(
         if kind == "kvzip+":
             x = layer.inputs.normed.astype(accumulator(q.dtype))
             row_weight = _over_norm(x)
-        found = _strongest(config, model.mesh)(
+        # (One row at a time, so there is nothing to divide but heads, which the compiler does.)
+        found = _strongest(config, None)(
             q,
             jnp.concatenate([keys[:, :, :_SINKS_AT_MOST], columns(keys), k], 2),
             jnp.where(valid, at, -1),

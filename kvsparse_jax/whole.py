@@ -90,7 +90,7 @@ def attend(
 def dense_attention(
     config: ModelConfig, segment_ids: Array, mesh: Mesh | None = None
 ) -> Callable[[decoder.Layer, Array, Array, Array], tuple[Array, Array]]:
-    """(layer, q, k, v) -> the output and the log-sum-exp [B, Hq, T] of attention to all earlier tokens of a segment."""
+    """(layer, q, k, v) -> output and log-sum-exp [B, Hq, T] of attention without eviction, in the layer's window."""
     of_kv = ("batch", kv_axis(mesh, config.kv_heads))
 
     def attention(q: Array, k: Array, v: Array, segment_ids: Array, local_window: Array | None) -> tuple[Array, Array]:

@@ -109,6 +109,19 @@ def test_log_sum_exp(implementation: str, local: int | None) -> None:
     np.testing.assert_allclose(lse, np.where(np.isneginf(wanted), np.inf, wanted), atol=1e-5)
 
 
+@pytest.mark.parametrize("length", [600, 1000])
+def test_blocks_of_both_sizes(length: int) -> None:
+    """The sizes that are taken by default, more than one block of each."""
+    assert xla._side(length, 6, False) == {600: 256, 1000: 512}[length]
+    assert xla._side(length, 64, False) == xla._side(length, 6, True) == 256
+    (q, k, v, bias), _ = _inputs(length)
+    for inputs in ((q, k, v, None), (q, k, v, bias)):
+        got = xla.attention(*inputs, None, None, window=9, scale=0.4, with_lse=True)
+        wanted = reference.attention(*inputs, None, None, window=9, scale=0.4, with_lse=True)
+        for a, b in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-5)
+
+
 def test_padding_is_zero_and_never_leaks() -> None:
     inputs, cotangent = _inputs()
     segments = jnp.asarray(SEGMENTS, jnp.int32)

@@ -212,13 +212,19 @@ def test_on_a_mesh(small, tmp_path, monkeypatch, capsys):
     assert kvzap.main(mesh) == 1
     assert dict(calls[0].shape) == {"data": 2, "fsdp": 1, "tensor": 2}
     monkeypatch.setattr(surrogate, "collect", original)
-    assert kvzap.main([*mesh, "--resume", "auto"]) == 0
+    fewer = [x if x != "--mesh-tensor" else "--mesh-fsdp" for x in mesh]
+    fewer[fewer.index("--mesh-data") + 1] = "1"
+    assert kvzap.main([*fewer, "--resume", "auto"]) == 0  # on other devices than before
     assert "going on after 4 prompts" in capsys.readouterr().out
     for kind in ("linear", "mlp"):
         a, b = (kvs.KVzap.load(tmp_path / run / kind) for run in ("one", "mesh"))
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-3), a.params, b.params)
-    assert kvzap.main([*base, "--mesh-data", "4", "--output", str(tmp_path / "other")]) == 2
-    assert "2 rows cannot be divided over 4 devices" in capsys.readouterr().err
+    other = ["--output", str(tmp_path / "other")]
+    assert kvzap.main([*base, "--mesh-data", "4", *other]) == 2
+    assert "--batch-size 2 cannot be divided over 4 devices" in capsys.readouterr().err
+    assert kvzap.main([*base, "--mesh-tensor", "4", *other]) == 2
+    assert "2 KV heads cannot be divided over 4 devices" in capsys.readouterr().err
+    assert not (tmp_path / "other" / "run.json").exists()
 
 
 @pytest.mark.parametrize(

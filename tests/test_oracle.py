@@ -246,3 +246,5 @@ def test_on_a_mesh(golden_methods, models):
     probe = Probe([5], [6], [7])
     want = scores_in_chunks(models["llama"]._model, ids[:1], probe, chunk=16)
     np.testing.assert_allclose(scores_in_chunks(lm._model, ids[:1], probe, chunk=16), want, atol=2e-5)
+    lm = kvs.load(directory, dtype="float32", mesh=make_mesh(fsdp=2))  # one row, where rows would be divided
+    np.testing.assert_allclose(scores_in_chunks(lm._model, ids[:1], probe, chunk=16), want, atol=2e-5)

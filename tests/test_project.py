@@ -158,6 +158,18 @@ print("imported", len({modules!r}))
     assert done.stdout.split()[-1] == str(len(modules))
 
 
+def test_another_package_named_kernels_is_named(tmp_path):
+    """Hugging Face has a package of that name; which of the two is imported depends on the path."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("")
+    program = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; import kvsparse_jax"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode
+    assert "another package named `kernels`" in done.stderr.splitlines()[-1]
+    required = [(d.name, r) for d in importlib.metadata.distributions() for r in d.requires or ()]
+    assert not [r for r in required if _name(r[1]) == "kernels" and "extra ==" not in r[1]]
+
+
 def test_no_registry_hosts_or_home_paths():
     # Spelled in pieces, or this file would hold them.
     hosts = ["pypi" + r"\.org", "files" + r"\.pythonhosted", "registry" + r"\.npmjs", "deb" + r"\.debian"]

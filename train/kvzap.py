@@ -32,6 +32,8 @@ EPILOG = """example:
   python -m train.kvzap --model smollm2-135m --output runs/kvzap --data builtin:code --data builtin:manuals
 """
 _WARM_UP = 50  # steps in which the MLP's learning rate rises
+_DROPOUT = 0x6D6C70  # sets the key of dropout apart from that of the initial weights
+_HARMLESS = ("mesh_data", "mesh_fsdp", "mesh_tensor")  # a run may go on on other devices
 BUCKETS = 5
 """Different lengths of a prompt, each of which is a compiled program."""
 
@@ -55,7 +57,9 @@ def _parser() -> cli.Parser:
     p.add_argument("--ridge", type=float, default=1.0, help="penalty of the linear surrogate's squared coefficients")
     p.add_argument("--mlp-width", type=int, help="hidden units of the MLP (default: an eighth of the model's width)")
     p.add_argument("--epochs", type=float, default=15, help="passes of the MLP over its sample")
-    p.add_argument("--lr", type=float, default=5e-3, help="peak learning rate of the MLP (AdamW, cosine to 0)")
+    p.add_argument(
+        "--lr", type=float, default=5e-3, help="peak learning rate of the MLP (AdamW, 50 steps up, cosine to 0)"
+    )
     p.add_argument("--dropout", type=float, default=0.1, help="share of the MLP's hidden units left out of each step")
     p.add_argument("--input-dropout", type=float, default=0.1, help="the same of its inputs")
     p.add_argument("--weight-decay", type=float, default=0.1, help="of the MLP's kernels (AdamW)")
@@ -184,7 +188,7 @@ def _fresh(output: Path, resume: str, settings: dict[str, Any]) -> None:
     if resume == "never":
         raise InputError(f"{output} holds another run: choose another --output, or --resume auto to go on with it")
     old = json.loads(known.read_text(encoding="utf-8"))
-    changed = [f"{k} {old.get(k)} -> {v}" for k, v in settings.items() if old.get(k) != v]
+    changed = [f"{k} {old.get(k)} -> {v}" for k, v in settings.items() if old.get(k) != v and k not in _HARMLESS]
     if changed:
         raise InputError(f"{output} is of a different configuration: {'; '.join(changed)}")
 
@@ -223,9 +227,8 @@ class _Fit:
         self.progress = {"rows": 0, "phases": 0}
 
     def state(self) -> dict[str, Any]:
-        """The arrays of a checkpoint."""
-        buffer = self.buffer
-        return {"sums": self.sums, "mlp": self.mlp, "x": jnp.asarray(buffer.x), "y": jnp.asarray(buffer.y)}
+        """The arrays of a checkpoint; the sample stays in host memory."""
+        return {"sums": self.sums, "mlp": self.mlp, "x": self.buffer.x, "y": self.buffer.y}
 
     def meta(self) -> dict[str, Any]:
         """The rest of it."""
@@ -234,7 +237,7 @@ class _Fit:
     def restore(self, state: dict[str, Any], meta: dict[str, Any]) -> None:
         """Goes on from a checkpoint."""
         self.sums, self.mlp = state["sums"], state["mlp"]
-        self.buffer = _Buffer(np.array(state["x"]), np.array(state["y"]), meta["filled"])
+        self.buffer = _Buffer(state["x"], state["y"], meta["filled"])
         self.progress = dict(meta["progress"])
 
     def add(self, x: Array, y: Array) -> None:
@@ -258,7 +261,7 @@ class _Fit:
         rng = np.random.default_rng((args.seed, 1, self.progress["phases"]))
         order = np.zeros(0, np.int64)
         restraint = surrogate.Restraint(args.dropout, args.input_dropout, args.weight_decay)
-        key = jax.random.key(args.seed)
+        key = jax.random.fold_in(jax.random.key(args.seed), _DROPOUT)
         with cli.progress(until - start, desc="mlp") as bar:
             for step in range(start, until):
                 while len(order) < args.mlp_batch:
@@ -330,15 +333,21 @@ def _run(args: Namespace) -> None:
     _fresh(args.output, args.resume, settings)
     import kvsparse_jax as kvs  # here, so that --help and mistakes answer at once
     from kvsparse_jax import corpus, distributed
-    from kvsparse_jax.models.sharding import check_rows, make_mesh
+    from kvsparse_jax.models.sharding import check_heads, make_mesh
     from train import surrogate
     from train.data import Loader, Source
     from train.store import Store
 
     shape = args.mesh_data, args.mesh_fsdp, args.mesh_tensor
     mesh = make_mesh(*shape) if shape != (1, 1, 1) else None
-    check_rows(mesh, args.batch_size)
+    if args.batch_size % (args.mesh_data * args.mesh_fsdp):
+        raise InputError(
+            f"--batch-size {args.batch_size} cannot be divided over {args.mesh_data * args.mesh_fsdp} devices "
+            f"(--mesh-data {args.mesh_data} x --mesh-fsdp {args.mesh_fsdp}): take a multiple of them"
+        )
     lm = kvs.load(args.model, dtype=args.dtype, mesh=mesh).with_policy(kvs.Dense())
+    if mesh is not None:
+        check_heads(mesh, lm.config.kv_heads)
     if lm.tokenizer is None:
         raise InputError(f"{args.model} has no tokenizer, so no text can be read")
     tokenizer = lm.tokenizer

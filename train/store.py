@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 
 from kvsparse_jax import cli, distributed
@@ -133,8 +134,15 @@ class Store:
         return f"{changed[0]} is {'damaged' if changed[0] in found else 'missing'}" if changed else None
 
     def restore(self, step: int, like: Any) -> Any:
-        """The arrays of a checkpoint, placed like those of the template (arrays or ShapeDtypeStruct with sharding)."""
-        abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), like)
+        """The arrays of a checkpoint, placed like those of the template (arrays or ShapeDtypeStruct with sharding).
+
+        NumPy arrays stay in host memory.
+        """
+
+        def abstract_of(a: Any) -> Any:
+            return a if isinstance(a, np.ndarray) else jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding)
+
+        abstract = jax.tree.map(abstract_of, like)
         with _quiet():
             found = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract)))
         return found.state

@@ -57,7 +57,10 @@ def delayed_attention(
         ValueError: shapes or settings that do not fit.
         NotImplementedError: unknown implementation, or one that cannot do this here.
     """
-    out = _chosen(q, k, v, gate_logits, window, scale, shift, segment_ids, local_window, hard, implementation, False)
+    out = _attend(
+        q, k, v, gate_logits, window=window, scale=scale, shift=shift, segment_ids=segment_ids,
+        local_window=local_window, hard=hard, implementation=implementation, with_lse=False,
+    )  # fmt: skip
     assert isinstance(out, Array)
     return out
 
@@ -77,16 +80,20 @@ def attention_with_lse(
     Returns:
         [B, Hq, T, D], and [B, Hq, T] float32 (float64 for float64 queries), +inf for rows that see no key.
     """
-    out = _chosen(q, k, v, None, 0, scale, 1, segment_ids, local_window, False, implementation, True)
+    out = _attend(
+        q, k, v, None, window=0, scale=scale, shift=1, segment_ids=segment_ids, local_window=local_window, hard=False,
+        implementation=implementation, with_lse=True,
+    )  # fmt: skip
     assert isinstance(out, tuple)
     return out
 
 
-def _chosen(
+def _attend(
     q: Array,
     k: Array,
     v: Array,
     gate_logits: Array | None,
+    *,
     window: int,
     scale: float,
     shift: int,

@@ -17,7 +17,8 @@ from kernels.numerics import accumulator, narrow
 from kernels.visibility import PADDING
 
 BLOCKS = (512, 256)
-"""Query x key block: the larger one, a sixth faster on CPUs, where it pads the sequence by a sixteenth at most."""
+"""Query x key block: the larger one, a sixth faster on CPUs, where it costs little: see :func:`_side`."""
+_HEADS = 32  # rows x query heads up to which a block pair's scores may be 1 MB for each
 
 SAVED = ("delayed_attention_out", "delayed_attention_lse")
 """Checkpoint names of what the backward pass needs; a rematerialisation policy that saves them skips this attention."""
@@ -53,8 +54,8 @@ def attention(
     """
     length = q.shape[2]
     step = min(8, length)
-    default = next((n for n in BLOCKS if length <= n or -length % n <= length // 16), BLOCKS[-1])
-    block_q, block_k = block_q or default, block_k or default
+    side = _side(length, q.shape[0] * q.shape[1], local_window is not None)
+    block_q, block_k = block_q or side, block_k or side
     block_k = min(block_k, -(-length // step) * step)
     block_q = min(block_q, block_k)
     if block_k % block_q:
@@ -70,6 +71,13 @@ def attention(
         out, lse = _forward(shape, q, k, v, bias, segment_ids, local_window)
         return out[:, :, :length], lse.reshape(out.shape[:3])[:, :, :length]
     return _attention(shape, q, k, v, bias, segment_ids, local_window)[:, :, :length]
+
+
+def _side(length: int, heads: int, local: bool) -> int:
+    """Which of :data:`BLOCKS`: small ones cover a window best, and large ones of many heads need too much memory."""
+    large, small = BLOCKS
+    padding = -length % large <= max(length // 16, -length % small)
+    return large if heads <= _HEADS and not local and padding else small
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

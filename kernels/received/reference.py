@@ -28,7 +28,7 @@ def received(
     s = jnp.einsum("bhtd,bhsd->bhts", q.astype(acc), jnp.where(at[:, :, 0, :, None] == NEVER, 0, keys))
     s = jnp.where(seen, s * jnp.asarray(scale, acc), EMPTY)
     if lse is not None:
-        p = jnp.where(seen, jnp.exp(s - lse[..., None]), 0)
+        p = jnp.where(seen, jnp.exp(s - lse.astype(acc)[..., None]), 0)
     else:
         p = jnp.where(seen, jnp.exp(s - s.max(-1, keepdims=True)), 0)
         total = p.sum(-1, keepdims=True)

@@ -1,8 +1,8 @@
-"""The attention that keys receive, in plain XLA: blocks of queries, each against all blocks of keys, twice.
+"""The attention that keys receive, in plain XLA: blocks of queries, each against all blocks of keys.
 
-The first pass over the keys finds each query's log-sum-exp, unless it is known; the second reduces over the queries:
-sums of probabilities, or maxima of their logarithms, which need no exponential of every score. The products are
-computed twice, so that nothing is larger than a block of queries x a block of keys.
+A first pass over the keys finds each query's log-sum-exp, unless it is known; the last one reduces over the queries:
+sums of probabilities, or maxima of their logarithms, which need no exponential of every score. Each pass computes the
+products anew, so that nothing is larger than a block of queries x a block of keys.
 """
 
 import jax.numpy as jnp
